@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.planner.devices import Device, Target
-from lockstep.planner.figures import Collective, Step, Tensor, Work, estimate
-from lockstep.planner.plan import GIB, Plan
+from lockstep.planner.plan import GIB, Collective, Plan, Step, Tensor, Work, estimate
 
 DEVICE = Device(memory=16.8, peak={"float32": 20, "bf16": 200}, bandwidth=1000, link=300, network=12, per_host=8)
 

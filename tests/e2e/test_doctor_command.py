@@ -70,8 +70,8 @@ def test_without_torch_it_still_speaks(tmp_path: Path) -> None:
     checks = by_name(finished.out)
     assert {name for name, check in checks.items() if check["verdict"] == "fail"} == {"torch", "dependencies", "cpu"}
     assert checks["dependencies"]["found"].startswith("numpy: not installed; pydantic: not installed; yaml: not")
-    assert checks["dependencies"]["remedy"].startswith("pip install --force-reinstall 'numpy' 'pydantic>=2' 'PyYAML'")
-    assert checks["torch"]["remedy"].startswith("pip install 'torch>=")
+    assert checks["dependencies"]["remedy"].startswith("pip install --force-reinstall numpy pydantic PyYAML")
+    assert checks["torch"]["remedy"].startswith("pip install torch")
     assert "Traceback" not in finished.text
 
 
@@ -85,4 +85,4 @@ def test_torch_is_not_blamed_for_another_package(project: Project) -> None:
     checks = by_name(finished.out)
     assert {name for name, check in checks.items() if check["verdict"] == "fail"} == {"dependencies", "cpu"}
     assert checks["dependencies"]["found"] == "pydantic: RuntimeError: built for another Python"
-    assert "'pydantic>=2'" in checks["dependencies"]["remedy"]
+    assert "pydantic" in checks["dependencies"]["remedy"]

@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 
 from conftest import TASK_FILE, Finished, Project
 from lockstep.planner.devices import target
-from lockstep.planner.figures import Step
-from lockstep.planner.plan import traced
+from lockstep.planner.plan import Step, traced
 
 STACKED = {"type": f"{TASK_FILE}:Stacked", "layers": 4, "width": 64}
 ADAM = {"type": "torch.optim.AdamW", "lr": 0.001}

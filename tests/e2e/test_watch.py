@@ -126,7 +126,6 @@ def test_a_run_that_does_not_begin_and_one_that_failed(tmp_path: Path, monkeypat
 def test_bars_are_drawn_between_the_least_and_the_most() -> None:
     assert watching.sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
     assert watching.sparkline([3.0, 3.0]) == "▁▁"
-    assert watching.sparkline([0, 7], plain=True) == "_#"
     assert watching.sparkline([]) == ""
 
 

@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import TASK_FILE, losses, steps_saved, summary, wait_until
-from lockstep.doctor import machine
 from lockstep.doctor.ask import Question
 from s3_server import KEY, SECRET, Stored
 
@@ -202,11 +201,11 @@ def test_doctor_says_of_a_bucket_whether_it_can_be_written(stored: Stored, monke
     for name, value in stored.environment().items():
         monkeypatch.setenv(name, value)
     with Question("bucket", stored.out, limit=60) as question:
-        well = machine.judge_bucket(question.answer())
+        well = question.check("bucket", "")
     assert well.verdict == "ok" and f"{stored.out} can be written, listed, read and deleted from" in well.found
     assert not list((stored.server.disk / "bucket").rglob(".lockstep-probe*"))
     with Question("bucket", "s3://nobody/runs", limit=60) as question:
-        ill = machine.judge_bucket(question.answer())
+        ill = question.check("bucket", "")
     assert ill.verdict == "fail" and "Create the bucket s3://nobody" in ill.found
     refused = stored.run("doctor", "--out", "ftp://bucket/runs")
     assert refused.code == 2 and "s3://, gs://, file:// work" in refused.text

@@ -8,6 +8,7 @@ import re
 import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from conftest import ROOT
 from lockstep.doctor import check as report
 from lockstep.doctor import machine, runtimes
 from lockstep.doctor.ask import Answer, Question, unanswered
-from lockstep.doctor.check import Check, exit_code, overall
+from lockstep.doctor.check import Check, overall
 from lockstep.launchers.local import limits
 
 GIB = 2**30
@@ -27,18 +28,18 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["
 
 
 @pytest.mark.parametrize(
-    ("verdicts", "expected", "code"),
+    ("verdicts", "expected"),
     [
-        ([], "ok", 0),
-        (["ok", "none"], "ok", 0),
-        (["none"], "ok", 0),
-        (["ok", "warn", "none"], "warn", 0),
-        (["fail", "warn", "ok"], "fail", 1),
+        ([], "ok"),
+        (["ok", "none"], "ok"),
+        (["none"], "ok"),
+        (["ok", "warn", "none"], "warn"),
+        (["fail", "warn", "ok"], "fail"),
     ],
 )
-def test_the_gravest_verdict_is_that_of_all(verdicts: list[Any], expected: str, code: int) -> None:
+def test_the_gravest_verdict_is_that_of_all(verdicts: list[Any], expected: str) -> None:
     checks = [Check("a check", each, "") for each in verdicts]
-    assert (overall(checks), exit_code(checks)) == (expected, code)
+    assert overall(checks) == expected
 
 
 def test_a_check_is_a_line_and_its_remedy_another() -> None:
@@ -58,33 +59,9 @@ def test_the_json_is_json_also_where_a_loss_is_not_a_number() -> None:
 # What is installed
 
 
-def test_the_supported_versions_are_those_of_the_package() -> None:
-    assert PROJECT["requires-python"] == str(machine.PYTHON)
-    assert f"torch{machine.TORCH}" in PROJECT["dependencies"]
-
-
 def test_the_dependencies_are_those_of_the_package() -> None:
-    assert sorted(machine.REQUIREMENTS.values()) == sorted(PROJECT["dependencies"])
-
-
-def test_every_optional_package_is_named_by_its_extra() -> None:
-    for package, extra in machine.EXTRAS.items():
-        named = [re.match(r"[\w-]+", each) for each in PROJECT["optional-dependencies"][extra]]
-        assert any(each and each[0] == package for each in named), package
-
-
-@pytest.mark.parametrize(
-    ("version", "verdict"),
-    [("2.8.1", "fail"), ("2.9.0", "ok"), ("2.15.3+cu130", "ok"), ("2.16.0a0+git1", "warn"), ("10.0", "warn")],
-)
-def test_torch_has_to_be_in_range(version: str, verdict: str) -> None:
-    check = machine.torch(version)
-    assert (check.verdict, bool(check.remedy)) == (verdict, verdict != "ok")
-
-
-@pytest.mark.parametrize(("version", "verdict"), [("3.10.14", "fail"), ("3.11.0", "ok"), ("3.14.0rc1", "warn")])
-def test_python_has_to_be_in_range(version: str, verdict: str) -> None:
-    assert machine.python(version).verdict == verdict
+    named = [re.match(r"[\w-]+", each) for each in PROJECT["dependencies"]]
+    assert sorted(machine.DEPENDENCIES.values()) == sorted(each[0] for each in named if each and each[0] != "torch")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +75,7 @@ def test_python_has_to_be_in_range(version: str, verdict: str) -> None:
     ],
 )
 def test_torch_xla_has_to_fit_torch(found: dict[str, str], asked: list[str], verdict: str) -> None:
-    assert machine.extras(found, asked).verdict == verdict
+    assert machine.optional(found, asked).verdict == verdict
 
 
 # The machine
@@ -109,31 +86,20 @@ def test_no_variable_is_shown_but_those_that_matter() -> None:
     assert (check.found, check.data) == ("OMP_NUM_THREADS=4", {"OMP_NUM_THREADS": "4"})
 
 
-@pytest.mark.parametrize(
-    ("facts", "verdict"),
-    [
-        ({"free": 5 * GIB, "problem": ""}, "ok"),
-        ({"free": GIB // 10, "problem": ""}, "warn"),
-        ({"free": 5 * GIB, "problem": "Read-only file system"}, "fail"),
-        (None, "fail"),
-    ],
-)
-def test_disk(facts: dict[str, Any] | None, verdict: str) -> None:
-    value = None if facts is None else {"folder": "/data", **facts}
-    assert machine.judge_disk(Answer(value, "writing did not end within 60 s")).verdict == verdict
-
-
-def test_a_folder_that_is_yet_to_be_made_is_judged_by_where_it_will_be(tmp_path: Path) -> None:
+def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that is yet to be made is judged by where it will be."""
     found = machine.write_to_disk(lambda name: None, str(tmp_path / "a" / "b"))
-    assert (found["folder"], found["problem"]) == (str(tmp_path), "")
-    assert list(tmp_path.iterdir()) == []
+    assert (found.data["folder"], list(tmp_path.iterdir())) == (str(tmp_path), [])
+    for free, verdict in ((5 * GIB, "ok"), (GIB // 10, "warn")):
+        monkeypatch.setattr("shutil.disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
+        assert machine.write_to_disk(lambda name: None, str(tmp_path)).verdict == verdict
     (tmp_path / "file").touch()
-    assert machine.write_to_disk(lambda name: None, str(tmp_path / "file"))["problem"] == "Not a directory"
+    found = machine.write_to_disk(lambda name: None, str(tmp_path / "file"))
+    assert found.verdict == "fail" and "cannot be written: Not a directory" in found.found
 
 
 def test_a_port_of_this_machine_opens() -> None:
-    assert machine.port_problem() == "" and machine.port("").verdict == "ok"
-    assert machine.port("Connection timed out").verdict == "fail"
+    assert machine.port().verdict == "ok"
 
 
 def test_the_tightest_limit_on_the_way_up_counts(tmp_path: Path) -> None:
@@ -202,10 +168,10 @@ def test_no_gpu(driver: bool, visible: str | None, asked: bool, verdict: str, mo
     assert (check.verdict, bool(check.remedy)) == (verdict, verdict != "none")
 
 
-def test_xla_that_was_asked_for_and_torch_that_is_not_there() -> None:
-    assert (runtimes.no_xla(False).verdict, runtimes.no_xla(True).verdict) == ("none", "fail")
-    assert [check.verdict for check in runtimes.not_tried([])] == ["none"] * 3
-    assert [(check.name, check.verdict) for check in runtimes.not_tried(["xla"])] == [("xla", "fail")]
+def test_xla_that_was_asked_for() -> None:
+    for asked, verdict in ((False, "none"), (True, "fail")):
+        (check,) = runtimes.judge("xla", Answer({"devices": []}), asked)
+        assert check.verdict == verdict
 
 
 # Processes
@@ -213,15 +179,7 @@ def test_xla_that_was_asked_for_and_torch_that_is_not_there() -> None:
 
 def test_what_ranks_found() -> None:
     for correct, verdict in ((True, "ok"), (False, "fail")):
-        facts = {"ranks": [{"correct": True}, {"correct": correct}], "seconds": 3.0}
-        assert runtimes.judge_processes(Answer(facts), 2, "cpu").verdict == verdict
-
-
-def test_a_launch_that_fails_is_told_in_its_own_words_and_more_time_is_offered_to_a_late_one() -> None:
-    failed = runtimes.judge_processes(Answer(None, "rank 1 of 2 on here failed: no"), 2, "cpu")
-    assert (failed.verdict, failed.found) == ("fail", "rank 1 of 2 on here failed: no")
-    late = runtimes.judge_processes(Answer(None, "starting did not end within 60 s", late=True), 2, "cpu")
-    assert "--limit" in late.remedy and "--limit" not in failed.remedy
+        assert runtimes.judge_processes([{"correct": True}, {"correct": correct}], 3.0, "cpu").verdict == verdict
 
 
 # Questions

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.planner.figures import Collective, Work
 from lockstep.planner.page import plans_page, search_page
-from lockstep.planner.plan import GIB, lines
+from lockstep.planner.plan import GIB, Collective, Work, lines
 from lockstep.planner.search import Way
 from planned_steps import compiled, plan, step
 

@@ -146,7 +146,7 @@ def test_a_group_of_devices_is_called_by_the_axis_along_which_it_lies() -> None:
     assert engine.axis_of([0, 3], mesh) == "2 devices"
 
 
-# What libtpu 0.0.21 said of a GPT that is too large for a v5e, cut off after the second of its allocations.
+# What libtpu 0.0.21 said of a GPT that is too large for a v5e, without its list of allocations.
 REFUSED = """\
 RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 102.14G of 15.75G hbm. Exceeded hbm capacity by 86.39G.
 
@@ -161,33 +161,11 @@ Program hbm requirement 102.14G:
     global           784.5K
     scoped           177.0K
     HLO temp        102.14G (100.0% utilization: Unpadded (101.94G) Padded (101.94G), 0.2% fragmentation (204.48M))
-
-  Largest program allocations in hbm:
-
-  1. Size: 3.07G
-     Operator: op_name="xla__cast"
-     Shape: bf16[32768,50304]{1,0:T(8,128)(2,1)}
-     Unpadded size: 3.07G
-     XLA label: fusion.2809 = fusion(gte.remat.364, copy-done.1196), kind=kLoop, calls=fused_computation.3539
-     Allocation type: HLO temp
-     ==========================
-
-  2. Size: 2.00G
-     Operator: op_name="aten__softmax" source_file="gpt.py" source_line=31 source_end_line=31
-     Shape: f32[512,1024,1024]{1,2,0:T(8,128)}
-     Unpadded size: 2.00G
-     Allocation type: HLO temp
-     ==========================
 """
 
 
 def test_what_does_not_fit_is_read_of_the_compilers_refusal() -> None:
-    found = refused(REFUSED)
-    assert found is not None
-    assert (found.program, found.arguments) == (round(102.14 * 2**30), 0)
-    first, second = found.largest
-    assert (first["shape"], first["dtype"], first["operation"]) == ([32768, 50304], "bf16", "xla__cast")
-    assert (second["bytes"], second["line"]) == (2 * 2**30, "gpt.py:31")
+    assert refused(REFUSED) == (round(102.14 * 2**30), 0)
     assert refused("INVALID_ARGUMENT: something else") is None
 
 

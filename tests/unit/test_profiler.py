@@ -32,8 +32,7 @@ from lockstep.engine.stop_requests import Preempted, StopRequests
 from lockstep.errors import ConfigError
 from lockstep.profiler import Profiler
 from lockstep.profiler.demand import Demand, _seconds, capture
-from lockstep.profiler.torch import TorchBackend
-from lockstep.profiler.window import Window
+from lockstep.profiler.window import TorchBackend, Window
 from lockstep.record.display import Display
 from lockstep.runtime.cpu import CpuRuntime
 from traces import REGIONS, named, slices, torch_traces

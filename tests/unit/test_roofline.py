@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.planner.devices import target
-from lockstep.planner.figures import Collective, peak, seconds
+from lockstep.planner.plan import Collective, peak, seconds
 
 GB = 10**9
 

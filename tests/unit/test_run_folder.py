@@ -11,7 +11,7 @@ import pytest
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError, FolderLost
 from lockstep.record import run_folder
-from lockstep.record.code import keep_code
+from lockstep.record.run_folder import keep_code
 
 CONFIG = RunConfig.model_validate({"task": "task.py:Mine", "name": "mine", "early_stop": {"patience": 4}})
 

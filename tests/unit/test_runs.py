@@ -14,7 +14,7 @@ import pytest
 
 import run_folders
 from lockstep.errors import ConfigError
-from lockstep.record.lease import Holder
+from lockstep.record.folder_lock import Holder
 from lockstep.runs.data import Curve, merged, page_data, title_of
 from lockstep.runs.data import thinned as thinned_curve
 from lockstep.runs.findings import findings, verdict
@@ -95,11 +95,11 @@ def test_thinning_keeps_the_highest_and_the_lowest() -> None:
     values = [drawn.gauss(0, 1) for _ in range(100_000)]
     values[31_234], values[77_777] = 50.0, -50.0
     points = thinned_curve(Curve("loss", [float(at) for at in range(100_000)], values), 600)
-    assert len(points.steps) == 600 and points.steps[-1] == 99_999
-    assert max(points.high) == 50.0 and min(points.low) == -50.0
-    assert all(low <= mean <= high for low, mean, high in zip(points.low, points.means, points.high, strict=True))
+    assert len(points["x"]) == 600 and points["x"][-1] == 99_999
+    assert max(points["high"]) == 50.0 and min(points["low"]) == -50.0
+    assert all(low <= mean <= high for low, mean, high in zip(points["low"], points["y"], points["high"], strict=True))
     few = thinned_curve(Curve("loss", [1.0, 2.0], [3.0, 4.0]), 600)
-    assert few.means == (3.0, 4.0) and not few.low
+    assert few == {"x": [1.0, 2.0], "y": [3.0, 4.0]}
 
 
 def test_charts_have_what_belongs_together() -> None:

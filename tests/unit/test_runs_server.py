@@ -121,7 +121,7 @@ def test_a_run_that_grows_is_followed_and_one_that_is_written_anew_is_read_anew(
 
 def test_the_folder_of_one_run_is_shown_too(root: Path) -> None:
     runs = RunsFolder(root / "first")
-    assert runs.names() == ["first"] and runs.read("first").status == "completed"
+    assert list(runs.folders()) == ["first"] and runs.read("first").status == "completed"
 
 
 def test_a_port_that_is_taken_is_told(root: Path) -> None:

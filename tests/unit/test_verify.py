@@ -19,9 +19,8 @@ from lockstep.errors import ConfigError
 from lockstep.verify import report
 from lockstep.verify.combinations import COMBINATIONS, REFERENCE, USUAL, Combination, halfway, missing, named, needed
 from lockstep.verify.examine import draws_random_numbers
-from lockstep.verify.findings import Asked, Comparison, Judged, Report, Row, compare, metrics_apart, tolerance
-from lockstep.verify.pool import RunPool
-from lockstep.verify.trial import Trial, execute, headline
+from lockstep.verify.report import Asked, Comparison, Judged, Report, Row, compare, metrics_apart, tolerance
+from lockstep.verify.trial import RunPool, Trial, execute, headline
 
 REFERENCE_LOSSES = {1: 2.0, 2: 1.0, 3: 0.5}
 
@@ -116,9 +115,9 @@ def test_half_of_the_steps_are_left_and_only_the_end_is_saved_after() -> None:
 
 def test_names_may_be_patterns_and_mistakes_are_told() -> None:
     assert named(["cpu-ddp-*", "xla-single"], "--only") == {"cpu-ddp-2", "cpu-ddp-4", "xla-single"}
-    with pytest.raises(ConfigError, match="--only cpu-dpp-2: no combination has this name; did you mean cpu-ddp-2"):
+    with pytest.raises(ConfigError, match="--only cpu-dpp-2: no combination has this name, did you mean cpu-ddp-2"):
         named(["cpu-dpp-2"], "--only")
-    with pytest.raises(ConfigError, match=r"--require q: no combination has this name; there are cpu-single, "):
+    with pytest.raises(ConfigError, match=r"--require q: no combination has this name, valid are cpu-single, "):
         named(["q"], "--require")
 
 
@@ -200,7 +199,7 @@ def judged(verdict: Any, losses: dict[int, float], **rest: Any) -> Judged:
 FIRST = row("cpu-single", judged("reference", {1: 2.0, 2: 1.0}))
 SAME = row("cpu-ddp-2", judged("agrees", {1: 2.0, 2: 1.000001}))
 ABSENT = {"xla-single": "torch_xla is not installed"}
-FAILED = row("cpu-ddp-4", Judged("failed", trial({}, "rank 1 failed"), reason="rank 1 failed"))
+FAILED = row("cpu-ddp-4", Judged("failed", trial({}, "rank 1 failed")))
 
 
 def of(*rows: Row, resume: bool = False, **rest: Any) -> Report:

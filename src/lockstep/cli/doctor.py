@@ -60,7 +60,7 @@ def doctor(
         if not as_json:
             click.echo(report.text(check))
     click.echo(report.as_json(checks) if as_json else report.conclusion(checks))
-    sys.exit(report.exit_code(checks))
+    sys.exit(int(report.overall(checks) == "fail"))
 
 
 def _check_hosts(context: click.Context, hosts: str, overrides: tuple[str, ...], as_json: bool) -> None:
@@ -73,7 +73,7 @@ def _check_hosts(context: click.Context, hosts: str, overrides: tuple[str, ...],
             raise click.UsageError(f"{option} is about this machine, and --hosts looks at others: give one of them")
     inspections = _pod_of(hosts, overrides).inspect()
     checks = checks_of(inspections)
-    code = report.exit_code(checks)
+    code = int(report.overall(checks) == "fail")
     if as_json:
         click.echo(report.as_json(checks))
     else:
@@ -130,16 +130,17 @@ def verify(
     from lockstep.distributed.topology import launched
     from lockstep.verify import report
     from lockstep.verify.examine import examine, work_folder
-    from lockstep.verify.findings import Asked
+    from lockstep.verify.report import Asked
 
     if launched(os.environ):
         raise ConfigError("lockstep verify starts all processes itself: run it by itself, not under a launcher")
     say_whose_code(config)
     asked = Asked(config, steps, overrides, only, require, tolerance, limit, not no_resume)
     try:
-        with work_folder(out) as place:
-            found = examine(asked, place.path, say)
-            place.keep = place.keep or not found.agrees
+        with work_folder(out) as (folder, ending):
+            found = examine(asked, folder, say)
+            if not found.agrees:
+                ending.pop_all()
     except KeyboardInterrupt:
         say("asked to stop: the run under way was ended")
         sys.exit(INTERRUPTED_EXIT_CODE)
@@ -147,6 +148,6 @@ def verify(
     click.echo(visible(shown))
     if form != "json":
         click.echo(f"\n{report.conclusion(found)}")
-    if place.keep:
-        say(f"the runs are in {place.path}")
+    if folder.exists():
+        say(f"the runs are in {folder}")
     sys.exit(0 if found.agrees else 1)

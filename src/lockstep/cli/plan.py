@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
     from lockstep.planner.devices import Target
     from lockstep.planner.plan import Plan
+    from lockstep.planner.search import Way
 
 
 Note = Callable[[str], None]
@@ -99,34 +100,31 @@ def _search(
 ) -> int:  # fmt: skip
     """Returns the exit code: 1 where nothing fits one of the targets."""
     from lockstep.planner import search
-    from lockstep.planner.plan import make
 
-    results, fits, ways = [], True, []
+    found = []
     for each in targets:
-
-        def planned(more: Sequence[str], target: Target = each) -> Plan:
-            return make(file, [*overrides, *more], target, config.train.precision, seek_batch=False)
-
-        with _telling() as tell:
-
-            def note(title: str, target: Target = each, tell: Note = tell) -> None:
-                tell(f"{target.title}: {title}")
-
-            found = search.search(config, each, planned, note)
-        ways.append((each, found))
-        best = found[0]
-        fits = fits and best.plan is not None and best.plan.fits
-        if as_json:
-            results.append({"target": each.title, "ways": search.plain(found)})
-        else:
-            click.echo(visible("\n".join([each.title, *search.lines(found)])) + "\n")
-        if write is not None and best.plan is not None and best.plan.fits:
-            search.write(config, best, each, write)
-            click.echo(visible(f"{write}: {best.title}"), err=True)
+        ways = _ways(file, config, overrides, each)
+        found.append((each, ways))
+        if not as_json:
+            click.echo(visible("\n".join([each.title, *search.lines(ways)])) + "\n")
+        if write is not None and ways[0].fits:
+            search.write(config, ways[0], each, write)
+            click.echo(visible(f"{write}: {ways[0].title}"), err=True)
     if page is not None:
         from lockstep.planner.page import search_page, write_page
 
-        write_page(page, search_page(config.name or file.stem, ways, config.train.precision))
+        write_page(page, search_page(config.name or file.stem, found, config.train.precision))
     if as_json:
-        click.echo(json.dumps(results))
-    return 0 if fits else 1
+        click.echo(json.dumps([{"target": each.title, "ways": search.plain(ways)} for each, ways in found]))
+    return 0 if all(ways[0].fits for _, ways in found) else 1
+
+
+def _ways(file: Path, config: RunConfig, overrides: tuple[str, ...], target: Target) -> list[Way]:
+    from lockstep.planner.plan import make
+    from lockstep.planner.search import search
+
+    def planned(more: Sequence[str]) -> Plan:
+        return make(file, [*overrides, *more], target, config.train.precision, seek_batch=False)
+
+    with _telling() as tell:
+        return search(config, target, planned, lambda title: tell(f"{target.title}: {title}"))

@@ -8,7 +8,6 @@ import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -49,7 +48,7 @@ def runs(
     _require(folder)
     found = table.ordered(table.matching(table.found(folder), statuses, patterns), sort, reverse)
     if as_json:
-        _print_json([each.plain() for each in found])
+        click.echo(json.dumps(finite([each.plain() for each in found]), indent=1))
         return
     if not found:
         say(f"{folder}: there are no runs" + (" that fit" if statuses or patterns else ""))
@@ -69,10 +68,6 @@ def _require(folder: Path) -> None:
     if re.match(r"\w+:/", str(folder)):  # a path has one slash of s3://
         hint = "; runs are looked at on a disk: copy them here first, with the tools of that storage"
     raise ConfigError(f"{folder}: there is no such folder{hint}")
-
-
-def _print_json(value: Any) -> None:
-    click.echo(json.dumps(finite(value), indent=1))
 
 
 @click.command(
@@ -120,7 +115,7 @@ def serve(runs: Path, port: int, host: str) -> None:
         if server.token is not None:
             say(f"--host {host}: not for this machine alone. Whoever has the token in the address sees the runs; it "
                 "travels in the clear: use a network that is yours, or SSH to a port on loopback")  # fmt: skip
-        say(f"{len(server.runs.names())} runs of {runs} at the address below; Ctrl-C ends it")
+        say(f"{len(server.runs.folders())} runs of {runs} at the address below; Ctrl-C ends it")
         click.echo(server.url)
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()

@@ -62,7 +62,7 @@ def watch(run: Path | None, pod_name: str | None, once: bool, wait: float, every
             _print(looking(), as_json, whole=True)
             return
         seen = _begun(looking, wait, pause)
-        seen = _draw(looking, seen, pause) if drawn else _follow(looking, seen, pause, as_json)
+        seen = _draw(looking, seen, pause) if drawn else _follow(looking, seen, pause, lambda new: _print(new, as_json))
         sys.exit(0 if seen.status in _GOOD_ENDS else 1)
     except KeyboardInterrupt:
         sys.exit(0)
@@ -112,12 +112,12 @@ def _begun(looking: Callable[[], Look], wait: float, pause: float) -> Look:
     return seen
 
 
-def _follow(looking: Callable[[], Look], seen: Look, pause: float, as_json: bool) -> Look:
-    _print(seen, as_json)
+def _follow(looking: Callable[[], Look], seen: Look, pause: float, show: Callable[[Look], object]) -> Look:
+    show(seen)
     while not seen.has_ended:
         time.sleep(pause)
         seen = looking()
-        _print(seen, as_json)
+        show(seen)
     return seen
 
 
@@ -126,17 +126,13 @@ def _draw(looking: Callable[[], Look], seen: Look, pause: float) -> Look:
     from rich.live import Live
 
     console = Console(highlight=False, no_color=colour(os.environ) is False or None)
-    plain = not (console.encoding or "").lower().startswith("utf")
-    with Live(_view(seen, plain), console=console, auto_refresh=False, transient=True) as display:
-        while not seen.has_ended:
-            time.sleep(pause)
-            seen = looking()
-            display.update(_view(seen, plain), refresh=True)
+    with Live(_view(seen), console=console, auto_refresh=False, transient=True) as display:
+        seen = _follow(looking, seen, pause, lambda new: display.update(_view(new), refresh=True))
     _print(seen, as_json=False)
     return seen
 
 
-def _view(seen: Look, plain: bool) -> RenderableType:
+def _view(seen: Look) -> RenderableType:
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
@@ -152,9 +148,7 @@ def _view(seen: Look, plain: bool) -> RenderableType:
         parts.append(bar)
     metrics = Table(box=None, pad_edge=False, show_header=False)
     for name, values in seen.series.items():
-        metrics.add_row(
-            Text(in_a_line(name)), Text(f"{seen.latest[name]:.4g}"), Text(watching.sparkline(values, plain))
-        )
+        metrics.add_row(Text(in_a_line(name)), Text(f"{seen.latest[name]:.4g}"), Text(watching.sparkline(values)))
     parts.append(metrics)
     if seen.live is not None:
         ranks = Table(*_HEAD, box=None, pad_edge=False)

@@ -15,20 +15,24 @@ from lockstep.mirror.url import Url
 def examine(asked: Collection[str], count: int | None, out: Path | Url, limit: float) -> Iterator[Check]:
     """Yields every check as soon as it is known. `asked` are the runtimes that must work; none means any."""
     yield from machine.look(asked)
-    topic, judge = ("bucket", machine.judge_bucket) if isinstance(out, Url) else ("disk", machine.judge_disk)
+    topic = "bucket" if isinstance(out, Url) else "disk"
     with ExitStack() as questions:
         packages = questions.enter_context(Question("dependencies", limit=limit))
         room = questions.enter_context(Question(topic, out, limit=limit))
-        dependencies = machine.judge_dependencies(packages.answer())
+        dependencies = packages.check("dependencies", "reinstall what this message names")
         yield dependencies
-        yield machine.port(machine.port_problem())
-        yield judge(room.answer())
+        yield machine.port()
+        yield room.check(topic, "name another place, one that answers, with --out")
     if dependencies.verdict == "fail" or machine.version_of("torch") is None:
-        yield from runtimes.not_tried(asked)
+        for family in asked or runtimes.FAMILIES:
+            found, remedy = "not tried: torch or a dependency does not work", "see to the checks above that failed"
+            yield Check(family, "fail" if asked else "none", found, remedy if asked else "")
         return
-    gpus = False
+    checks = []
     for check in runtimes.look(asked, limit):
-        gpus = gpus or check.name.startswith("cuda:")
+        checks.append(check)
         yield check
-    for family in (dict.fromkeys(asked) or ["cuda" if gpus else "cpu"]) if count is not None else ():
-        yield runtimes.look_at_processes(count or 1, family, limit)
+    if count is not None:
+        gpus = any(check.name.startswith("cuda:") for check in checks)
+        for family in dict.fromkeys(asked) or ["cuda" if gpus else "cpu"]:
+            yield runtimes.look_at_processes(count, family, limit)

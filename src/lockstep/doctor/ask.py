@@ -15,12 +15,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
 from lockstep.distributed.failure import describe_exit
 from lockstep.distributed.topology import without_place
+from lockstep.doctor.check import Check
 from lockstep.errors import LockstepError
 
 _KILL_SECONDS = 5.0  # a process that waits for a driver may never be gone
@@ -35,7 +36,6 @@ class Answer:
 
     value: dict[str, Any] | None
     problem: str = ""
-    late: bool = False
 
 
 class Question:
@@ -77,7 +77,14 @@ class Question:
             if "problem" in message:
                 return Answer(None, message["problem"])
         stages = [message["stage"] for message in messages]
-        return Answer(None, unanswered(code, self._limit, stages, self._read(self._err)), code is None)
+        return Answer(None, unanswered(code, self._limit, stages, self._read(self._err)))
+
+    def check(self, name: str, remedy: str) -> Check:
+        """Returns the check that the subprocess made, or one with its problem and a remedy."""
+        answer = self.answer()
+        if answer.value is None:
+            return Check(name, "fail", answer.problem, "" if answer.problem.startswith("--out") else remedy)
+        return Check(**answer.value)
 
     def _end(self) -> None:
         """Ends it with everything that it started."""
@@ -130,7 +137,8 @@ def reply(topic: str, *arguments: str) -> None:
         "processes": runtimes.start_processes,
     }
     try:
-        tell(answer=topics[topic](stage, *arguments))
+        found = topics[topic](stage, *arguments)
+        tell(answer=asdict(found) if isinstance(found, Check) else found)
     except LockstepError as error:
         tell(problem=str(error))
     except Exception as error:

@@ -34,10 +34,6 @@ def overall(checks: Iterable[Check]) -> Verdict:
     return max((check.verdict for check in checks if check.verdict != "none"), key=_BY_WEIGHT.index, default="ok")
 
 
-def exit_code(checks: Iterable[Check]) -> int:
-    return 1 if overall(checks) == "fail" else 0
-
-
 def text(check: Check) -> str:
     first, *more = visible(check.found).splitlines() or [""]
     shown = "-" if check.verdict == "none" else check.verdict

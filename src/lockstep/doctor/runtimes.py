@@ -10,7 +10,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.doctor.ask import Answer, Question, Stage
 from lockstep.doctor.check import Check, Verdict, duration
-from lockstep.doctor.machine import REQUIREMENTS
 from lockstep.shown import size
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 FAMILIES = ("cpu", "cuda", "xla")
 _LIBRARIES = {"cpu": "gloo", "cuda": "NCCL", "xla": "XLA"}
 _BROKEN = {
-    "cpu": f"torch does not work in this environment: pip install --force-reinstall '{REQUIREMENTS['torch']}'",
+    "cpu": "torch does not work in this environment: pip install --force-reinstall torch",
     "cuda": "check the GPU with nvidia-smi, that nobody else fills it, and that torch fits the driver",
     "xla": "check that torch_xla fits torch (pip install 'lockstep-train[xla]') and what PJRT_DEVICE says",
 }
@@ -44,12 +43,6 @@ def look(asked: Collection[str], limit: float) -> Iterator[Check]:
             yield from judge(family, question.answer(), family in asked)
 
 
-def not_tried(asked: Collection[str]) -> Iterator[Check]:
-    for family in asked or FAMILIES:
-        found, remedy = "not tried: torch or a dependency does not work", "see to the checks above that failed"
-        yield Check(family, "fail" if asked else "none", found, remedy if asked else "")
-
-
 def judge(family: str, answer: Answer, asked: bool) -> Iterator[Check]:
     """Yields a line for the family and, if devices differ, a line for each."""
     facts = answer.value
@@ -58,7 +51,12 @@ def judge(family: str, answer: Answer, asked: bool) -> Iterator[Check]:
         return
     devices = facts["devices"]
     if not devices:
-        yield (no_gpu(facts, asked) if family == "cuda" else no_xla(asked))
+        if family == "cuda":
+            yield no_gpu(facts, asked)
+        elif asked:
+            yield Check("xla", "fail", "torch_xla is not installed", "pip install 'lockstep-train[xla]'")
+        else:
+            yield Check("xla", "none", "none here: torch_xla is not installed")
         return
     problems = {each["device"]: problem for each in devices if (problem := step_problem(each))}
     verdict: Verdict
@@ -113,12 +111,6 @@ def no_gpu(facts: Mapping[str, Any], asked: bool) -> Check:
         "passed on (--gpus all), and that torch is a build for CUDA (https://pytorch.org/get-started/locally)"
     )  # fmt: skip
     return Check("cuda", "fail" if asked else "warn", found, remedy, facts)
-
-
-def no_xla(asked: bool) -> Check:
-    if asked:
-        return Check("xla", "fail", "torch_xla is not installed", "pip install 'lockstep-train[xla]'")
-    return Check("xla", "none", "none here: torch_xla is not installed")
 
 
 def take_step(stage: Stage, family: str) -> dict[str, Any]:
@@ -211,29 +203,16 @@ def _first_line(error: BaseException) -> str:
 
 
 def look_at_processes(count: int, family: str, limit: float) -> Check:
+    remedy = "see to the checks above that failed first; give a slow machine more time with --limit"
     with (
         tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as folder,
         Question("processes", count, family, folder, limit, limit=limit) as question,
     ):
-        return judge_processes(question.answer(), count, family)
+        return question.check(f"processes on {family}", remedy)
 
 
-def judge_processes(answer: Answer, count: int, family: str) -> Check:
-    name, facts = f"processes on {family}", answer.value
-    if facts is None:
-        late = "start fewer, or give a slow machine more time with --limit"
-        others = "see to the checks above that failed first, then to what this message names"
-        return Check(name, "fail", answer.problem, late if answer.late else others)
-    wrong = [str(rank) for rank, each in enumerate(facts["ranks"]) if not each["correct"]]
-    if wrong:
-        remedy = "the data plane gives wrong numbers: check the devices, and the interconnect between them"
-        return Check(name, "fail", f"a sum over all ranks came out wrong on rank {', '.join(wrong)}", remedy, facts)
-    came = "1 process ran" if count == 1 else f"{count} processes came together"
-    return Check(name, "ok", f"{came}, start to end in {duration(facts['seconds'])}", data=facts)
-
-
-def start_processes(stage: Stage, processes: str, family: str, folder: str, limit: str) -> dict[str, Any]:
-    """Returns what every rank found; a launch that fails raises what its user would see."""
+def start_processes(stage: Stage, processes: str, family: str, folder: str, limit: str) -> Check:
+    """Starts processes that sum over all ranks; a launch that fails raises what its user would see."""
     stage(f"starting {processes} processes on {family}")
     from lockstep.launchers.launch import launch
 
@@ -241,7 +220,17 @@ def start_processes(stage: Stage, processes: str, family: str, folder: str, limi
     began = time.perf_counter()
     limits = {"rendezvous": wait, "collective": wait, "stop": wait}
     ranks = launch(_sum, int(processes), folder=folder, runtime=family, timeouts=limits)
-    return {"ranks": ranks, "seconds": time.perf_counter() - began}
+    return judge_processes(ranks, time.perf_counter() - began, family)
+
+
+def judge_processes(ranks: Sequence[Mapping[str, Any]], seconds: float, family: str) -> Check:
+    name, facts = f"processes on {family}", {"ranks": ranks, "seconds": seconds}
+    wrong = [str(rank) for rank, each in enumerate(ranks) if not each["correct"]]
+    if wrong:
+        remedy = "the data plane gives wrong numbers: check the devices, and the interconnect between them"
+        return Check(name, "fail", f"a sum over all ranks came out wrong on rank {', '.join(wrong)}", remedy, facts)
+    came = "1 process ran" if len(ranks) == 1 else f"{len(ranks)} processes came together"
+    return Check(name, "ok", f"{came}, start to end in {duration(seconds)}", data=facts)
 
 
 def _sum(run: Run) -> dict[str, Any]:

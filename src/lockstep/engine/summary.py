@@ -18,8 +18,8 @@ from lockstep.engine.run import Run
 from lockstep.engine.stop_requests import Interrupted, Preempted
 from lockstep.record import run_folder
 from lockstep.record import timeline as timelines
-from lockstep.record.code import keep_code
 from lockstep.record.logs import file_only
+from lockstep.record.run_folder import keep_code
 from lockstep.record.timeline import Timeline
 from lockstep.record.writers import write_json
 

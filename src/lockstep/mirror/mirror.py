@@ -20,7 +20,7 @@ from lockstep.mirror.bucket import Bucket, cannot_be_used, said
 from lockstep.mirror.lease import BucketLease, LeaseLost, last_token
 from lockstep.mirror.mark import MARK_FILE, Mark
 from lockstep.mirror.sync import CHECKPOINTS, FolderSync, NotSent
-from lockstep.record.lease import Holder
+from lockstep.record.folder_lock import Holder
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from lockstep.planner.figures import KINDS, Collective, Work, seconds
-from lockstep.planner.figures import peak as peak_of
-from lockstep.planner.plan import GIB, Plan
+import numpy as np
+
+from lockstep.planner.plan import GIB, KINDS, Collective, Plan, Work, seconds
+from lockstep.planner.plan import peak as peak_of
 from lockstep.planner.search import Way
 
 SIDE = 1000  # of a plot, in the units of its shapes
@@ -122,7 +123,8 @@ def memory(plan: Plan) -> str:
     totals = [sum(each.values()) for each in points]
     peak = totals.index(max(totals)) / (len(points) - 1)
     shapes += line(peak, 1 - plan.step.peak / top, peak, 1, "peak")
-    marks += mark(f"peak {gib(plan.step.peak)}", peak, 1 - plan.step.peak / top, _side(peak))
+    side = "over" if 0.15 < peak < 0.85 else "over start" if peak <= 0.15 else "over finish"
+    marks += mark(f"peak {gib(plan.step.peak)}", peak, 1 - plan.step.peak / top, side)
     if near:
         at = 1 - plan.capacity / top
         shapes += line(0, at, 1, at, "end")
@@ -138,10 +140,6 @@ def memory(plan: Plan) -> str:
     drawn = plot(f"memory over a step, peak {gib(plan.step.peak)}", shapes, marks, "memory")
     shown = [kind for kind in KINDS if any(point.get(kind, 0) > 0 for point in points)]
     return f'{drawn}<div class="phases">{strip}</div>' + key([(kind, KIND_COLOURS[kind]) for kind in shown])
-
-
-def _side(at: float) -> str:
-    return "over" if 0.15 < at < 0.85 else "over start" if at <= 0.15 else "over finish"
 
 
 def _stacked(points: list[dict[str, int]], top: float) -> Iterator[str]:
@@ -232,17 +230,16 @@ def _device(rank: int, axes: Mapping[str, int], axis: str | None) -> str:
 
 def _place(axes: Mapping[str, int], rank: int) -> dict[str, int]:
     """Returns the coordinates of a rank; the last axis runs fastest."""
-    found = {}
-    for axis, size in reversed(list(axes.items())):
-        rank, found[axis] = divmod(rank, size)
-    return dict(reversed(found.items()))
+    return dict(zip(axes, map(int, np.unravel_index(rank, list(axes.values()))), strict=True))
 
 
 def _line(axes: Mapping[str, int], axis: str, rank: int) -> list[int]:
     """Returns the ranks of the line along an axis that contains a rank."""
-    stride = math.prod(list(axes.values())[list(axes).index(axis) + 1 :])
-    first = rank - _place(axes, rank)[axis] * stride
-    return [first + number * stride for number in range(axes[axis])]
+    ranks = np.arange(math.prod(axes.values())).reshape(list(axes.values()))
+    found: list[int] = ranks[
+        tuple(slice(None) if name == axis else at for name, at in _place(axes, rank).items())
+    ].tolist()
+    return found
 
 
 def _number(axes: Mapping[str, int], axis: str, rank: int) -> int:

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from lockstep.config.accelerators import Accelerator, accelerator
 from lockstep.config.plain import did_you_mean, read_text
@@ -57,6 +57,9 @@ class Device(Section):
     network: float = Field(gt=0, description="GB/s to another host, per device")
     per_host: int = Field(gt=0)
     source: str = ""
+
+
+_DEVICES = TypeAdapter(dict[Any, Device])
 
 
 @dataclass(frozen=True)
@@ -115,19 +118,11 @@ def _slice(text: str) -> Accelerator | None:
 
 def _parsed(file: Path) -> dict[str, Device]:
     try:
-        raw: Any = parse_yaml(read_text(file))
+        found = _DEVICES.validate_python(parse_yaml(read_text(file)))
+    except ValidationError as problems:
+        first = problems.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "devices by name"
+        raise ConfigError(f"--devices {file}: {place}: {first['msg'].lower()}, got {first.get('input')!r}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"--devices {file}: cannot be read: {error}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"--devices {file}: must hold devices by name")
-    found = {}
-    for name, values in raw.items():
-        try:
-            found[str(name).lower()] = Device.model_validate(values)
-        except ValidationError as problems:
-            first = problems.errors()[0]
-            place = ".".join([str(name), *map(str, first["loc"])])
-            raise ConfigError(
-                f"--devices {file}: {place}: {first['msg'].lower()}, got {first.get('input')!r}"
-            ) from None
-    return found
+    return {str(name).lower(): device for name, device in found.items()}

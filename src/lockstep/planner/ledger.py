@@ -66,8 +66,6 @@ class Allocation:
 class Operation:
     """The cost of one operation."""
 
-    name: str
-    phase: str
     flops: int
     bytes: int
     dtype: str
@@ -78,7 +76,6 @@ class Collective:
     name: str
     group: str
     bytes: int
-    phase: str
 
 
 @dataclass
@@ -168,7 +165,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             each.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(not issubclass(each, _ALIKE) or _wraps_others(each) for each in types):
+        if any(not issubclass(each, _ALIKE) or hasattr(each, "__tensor_flatten__") for each in types):
             return NotImplemented  # a tensor of tensors (DTensor): what it does to them comes by here
         kwargs = kwargs or {}
         given = list(_tensors((args, kwargs)))
@@ -197,22 +194,21 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if func not in sync_ops:
                 group = CollectiveOp.get_process_group(func, args)
                 size = CollectiveOp.get_comm_tensor_size(func, made, args, kwargs)
-                self.books.collectives.append(Collective(_short(func), group.group_name, size, phase))
+                self.books.collectives.append(
+                    Collective(str(func._overloadpacket).removeprefix("aten."), group.group_name, size)
+                )
             return
         returns = func._schema.returns
         if returns and returns[0].alias_info is not None and not returns[0].alias_info.is_write:
             return  # a view: nothing is computed
         inputs = list(_tensors((args, kwargs)))
-        moved = sum(each.numel() * each.element_size() for each in [*inputs, *outputs] if self._is_in_memory(each))
+        known = ((each, self._of.get(each.untyped_storage())) for each in [*inputs, *outputs])
+        moved = sum(each.numel() * each.element_size() for each, found in known if found is None or found.bytes)
         count = flop_registry.get(func._overloadpacket)
         flops = int(count(*args, **kwargs, out_val=made)) if count is not None else 0
         dtype = _name_of(inputs[0].dtype if inputs else outputs[0].dtype) if inputs or outputs else ""
         if not (self._optimizes_on_host and phase == "optimizer"):
-            self.books.operations.append(Operation(_short(func), phase, flops, moved, dtype))
-
-    def _is_in_memory(self, tensor: Tensor) -> bool:
-        found = self._of.get(tensor.untyped_storage())
-        return found is None or found.bytes > 0
+            self.books.operations.append(Operation(flops, moved, dtype))
 
     def _allocate(self, storage: Any, tensor: Tensor, operation: str, line: str, kind: str | None = None) -> Allocation:
         found = Allocation(
@@ -257,7 +253,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A fake tensor has no value. Lockstep only asks whether gradients are finite: they are."""
         frame = _frame_outside(_TORCH)
         if frame is not None and frame.f_code.co_filename.startswith(_LOCKSTEP):
-            return _one(tensor.dtype)
+            return True if tensor.dtype is torch.bool else 1.0 if tensor.dtype.is_floating_point else 1
         raise NotTraced(
             f"{_user_line() or 'the task'}: reads the value of a tensor (.item(), bool() or int() of one): a plan is "
             "made without values. Keep it out of the step: log tensors as they are, choose by torch.where"
@@ -285,15 +281,14 @@ class Peak:
     largest: list[tuple[Allocation, int]]  # with what each held then
 
 
-def replay(books: Books, start: int = 0, end: int | None = None) -> tuple[Peak, list[tuple[int, dict[str, int]]]]:
-    """Returns the peak of a range of events, and the bytes by kind after each of them."""
-    end = len(books.events) if end is None else end
+def replay(books: Books, start: int) -> tuple[Peak, list[tuple[int, dict[str, int]]]]:
+    """Returns the peak from an event on, and the bytes by kind after each event."""
     now: Counter[str] = Counter()
     alive: dict[int, tuple[Allocation, int]] = {}
     line: list[tuple[int, dict[str, int]]] = []
     most, at = -1, start
     total = 0
-    for number, (allocation, change) in enumerate(books.events[:end]):
+    for number, (allocation, change) in enumerate(books.events):
         if not allocation.on_host:
             now[kind_of(allocation, books)] += change
             total += change
@@ -344,24 +339,12 @@ def _has_memory(tensor: Tensor) -> bool:
     return type(tensor) in _ALIKE and tensor.device.type != "meta" and not torch._is_functional_tensor(tensor)
 
 
-def _wraps_others(kind: type) -> bool:
-    return hasattr(kind, "__tensor_flatten__")
-
-
 def _rounded(size: int) -> int:
     return -(-size // _ROUNDED_TO) * _ROUNDED_TO
 
 
-def _short(func: Any) -> str:
-    return str(func._overloadpacket).removeprefix("aten.")
-
-
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _one(dtype: torch.dtype) -> Any:
-    return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
 
 
 def _frame_outside(*folders: str) -> FrameType | None:

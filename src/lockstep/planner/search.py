@@ -1,11 +1,7 @@
 """`lockstep plan --search`: the ways to distribute a run over a target, and the fastest that fits.
 
-A trace takes seconds, so there are at most `_MOST`, and some ways are skipped:
-
-- A way whose weights, gradients and optimizer state alone do not fit is tried neither with accumulation nor with
-  activation checkpointing, and ways that keep as much of the model on a device are not tried at all.
-- Accumulation and activation checkpointing are never faster: they are not tried if the way fits without them, or if it
-  is slower without them than another that fits.
+A trace takes seconds, so there are at most `_MOST`. What fits is not also tried with micro-batches or activation
+checkpointing, which are never faster; a number of micro-batches that cannot fit is not tried either.
 """
 
 from __future__ import annotations
@@ -14,7 +10,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +19,7 @@ from lockstep.config.schema import RunConfig
 from lockstep.config.strategy import BATCH_AXES, DATA_AXIS, REPLICA_AXIS, dp_size
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.planner.devices import Target
-from lockstep.planner.figures import Step
-from lockstep.planner.plan import GIB, Plan
+from lockstep.planner.plan import GIB, Plan, Step
 
 _KEPT = ("blocks", "param_dtype", "offload")  # of the config's own strategy, where another mesh spreads the model
 _STAYS = ("weights", "optimizer", "averages", "gradients")  # whatever the batch
@@ -34,12 +29,11 @@ _MOST_AXES = 2  # that are not the batch's, at once
 
 @dataclass(frozen=True)
 class Spread:
-    """A way to distribute the model. In a family, each keeps more of it on a device than the one before."""
+    """A way to distribute the model."""
 
     title: str
     strategy: Mapping[str, Any]
     dp_size: int  # of a batch
-    family: str
 
 
 @dataclass(frozen=True)
@@ -60,32 +54,36 @@ class Way:
         return (0 if self.plan.fits else 1, self.plan.estimate.step)
 
 
-def spreads(config: RunConfig, target: Target, axes: Sequence[str]) -> Iterator[Spread]:
-    """Yields every mesh and strategy for the target, unsharded ones first. `axes` are those with sharding rules."""
+def _over_the_batch(config: RunConfig, target: Target) -> Iterator[Spread]:
+    """Yields the strategies that split the batch alone, unsharded ones first."""
     count, own = target.count, config.strategy
-    kept = {name: value for name in _KEPT if (value := getattr(own, name)) not in (None, "float32", False)}
-    rules = {pattern: rule.model_dump(mode="json") for pattern, rule in own.shard.items()}
-
-    def over(title: str, type: str, mesh: dict[str, int], family: str, rules: dict[str, Any]) -> Spread:
-        strategy = {"type": type, "mesh": mesh, **({"shard": rules} if rules else {}), **kept}
-        return Spread(title, strategy, dp_size(mesh), family)
-
     if count == 1:
-        yield Spread("whole", {"type": "auto"}, 1, "whole")
+        yield Spread("whole", {"type": "auto"}, 1)
         return
     its_own = own.model_dump(mode="json", exclude_defaults=True) if own.type in ("auto", "ddp") else {}
-    yield Spread("ddp", {**its_own, "type": "ddp"}, count, "ddp")
-    yield over("fsdp", "fsdp", {DATA_AXIS: count}, "fsdp", {})
+    yield Spread("ddp", {**its_own, "type": "ddp"}, count)
+    yield _over(config, "fsdp", "fsdp", {DATA_AXIS: count})
     for replicas in _divisors(count)[1:-1]:
         mesh = {REPLICA_AXIS: replicas, DATA_AXIS: count // replicas}
-        yield over(f"hsdp {replicas} x {count // replicas}", "hsdp", mesh, "fsdp", {})
-    for sizes in _sizes(axes, count, target.per_host):
-        data = count // math.prod(sizes.values())
+        yield _over(config, f"hsdp {replicas} x {count // replicas}", "hsdp", mesh)
+
+
+def _over_axes(config: RunConfig, target: Target, axes: Sequence[str]) -> Iterator[Spread]:
+    """Yields the meshes over axes with sharding rules, each with fsdp and without."""
+    for sizes in _sizes(axes, target.count, target.per_host):
+        data = target.count // math.prod(sizes.values())
         text = " x ".join(f"{size} {axis}" for axis, size in sizes.items())
-        mine = _rules_of(rules, sizes)
         if data > 1:
-            yield over(f"fsdp {data} x {text}", "fsdp", {DATA_AXIS: data, **sizes}, f"fsdp x {text}", mine)
-        yield over(f"{data} x {text}", "tensor", {DATA_AXIS: data, **sizes}, f"fsdp x {text}", mine)
+            yield _over(config, f"fsdp {data} x {text}", "fsdp", {DATA_AXIS: data, **sizes})
+        yield _over(config, f"{data} x {text}", "tensor", {DATA_AXIS: data, **sizes})
+
+
+def _over(config: RunConfig, title: str, type: str, mesh: dict[str, int]) -> Spread:
+    own = config.strategy
+    kept = {name: value for name in _KEPT if (value := getattr(own, name)) not in (None, "float32", False)}
+    written = {} if set(mesh) <= set(BATCH_AXES) else own.shard
+    rules = _rules_of({pattern: rule.model_dump(mode="json") for pattern, rule in written.items()}, mesh)
+    return Spread(title, {"type": type, "mesh": mesh, **({"shard": rules} if rules else {}), **kept}, dp_size(mesh))
 
 
 def _divisors(number: int) -> list[int]:
@@ -101,102 +99,13 @@ def _sizes(axes: Sequence[str], count: int, per_host: int) -> Iterator[dict[str,
             yield used
 
 
-def _rules_of(rules: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+def _rules_of(rules: Mapping[str, Any], mesh: Mapping[str, int]) -> dict[str, Any]:
     """Returns the rules of the config whose axes the mesh has."""
 
     def has(entry: Any) -> bool:
-        named = [entry] if isinstance(entry, str) else entry or []
-        return all(axis in sizes or axis == DATA_AXIS for axis in named)
+        return all(axis in mesh for axis in ([entry] if isinstance(entry, str) else entry or []))
 
     return {pattern: rule for pattern, rule in rules.items() if rule["mesh"] is None and all(map(has, rule["spec"]))}
-
-
-@dataclass
-class _Search:
-    config: RunConfig
-    target: Target
-    make: Callable[[Sequence[str]], Plan]
-    note: Callable[[str], None]
-    traces: int = 0
-    found: list[Way] = field(default_factory=list)
-    too_much: dict[str, str] = field(default_factory=dict)  # by family: the first whose model alone does not fit
-
-    def all_of(self, spread: Spread) -> None:
-        """Tries a way as it is, then with as few micro-batches as fit, then with activation checkpointing."""
-        if spread.family in self.too_much:
-            self._leave_out(spread.title, f"not traced: has no less of the model than {self.too_much[spread.family]}")
-            return
-        first = self._try(spread, None, 1)
-        if first is None or first.fits:
-            return
-        fastest = min((each for each in self.found if each.fits), key=lambda each: each.rank, default=None)
-        if fastest is not None and fastest.rank[1] <= first.estimate.step:
-            self._leave_out(
-                f"{spread.title}, in parts or activation checkpointing",
-                f"not traced: no faster than {fastest.title}",
-            )
-            return
-        parts = self._in_parts(spread, None, first, math.inf)
-        if spread.family not in self.too_much:
-            activation_checkpointing = self.config.train.activation_checkpointing or "blocks"
-            again = self._try(spread, activation_checkpointing, 1)
-            if again is not None:
-                self._in_parts(spread, activation_checkpointing, again, parts or math.inf)
-
-    def _in_parts(
-        self, spread: Spread, activation_checkpointing: str | None, plan: Plan, fewer_than: float
-    ) -> int | None:
-        """Returns how many micro-batches fit; `plan` is for one."""
-        parts: int | None = 1
-        while parts is not None and not plan.fits:
-            if _lower_bound(plan.step, math.inf) > plan.capacity:
-                self.too_much.setdefault(spread.family, spread.title)
-                return None
-            parts = self._next(spread, plan, parts)
-            if parts is None or parts >= fewer_than:
-                return None
-            tried = self._try(spread, activation_checkpointing, parts)
-            if tried is None:
-                return None
-            plan = tried
-        return parts
-
-    def _next(self, spread: Spread, plan: Plan, done: int) -> int | None:
-        """Returns the fewest micro-batches that may fit and divide the batch of a device."""
-        examples = self.config.train.batch_size // spread.dp_size
-        for parts in _divisors(examples):
-            if parts >= 2 * done and _lower_bound(plan.step, parts / done) <= plan.capacity:
-                return parts
-        return None
-
-    def _try(self, spread: Spread, activation_checkpointing: str | None, parts: int) -> Plan | None:
-        title = spread.title + ", activation checkpointing" * bool(activation_checkpointing)
-        title += f", in {parts} parts" * (parts > 1)
-        if self.traces >= _MOST:
-            self._leave_out(title, f"not traced: {_MOST} are traced at most")
-            return None
-        self.note(title)
-        self.traces += 1
-        values = {
-            "strategy": spread.strategy,
-            "train.activation_checkpointing": activation_checkpointing,
-            "train.accumulate": parts,
-        }
-        try:
-            made = self.make([f"{path}={json.dumps(value)}" for path, value in values.items()])
-            self.found.append(Way(title, values, made))
-        except LockstepError as error:  # refused, or beyond tracing: others may not be
-            self.found.append(Way(title, values, None, str(error)))
-        return self.found[-1].plan
-
-    def _leave_out(self, title: str, why: str) -> None:
-        self.found.append(Way(title, {}, None, why))
-
-
-def _lower_bound(step: Step, parts: float) -> float:
-    """Returns the least memory with this many times more micro-batches."""
-    stays = sum(step.by_kind.get(kind, 0) for kind in _STAYS)
-    return stays + sum(size for kind, size in step.by_kind.items() if kind not in (*_STAYS, "communication")) / parts
 
 
 def search(
@@ -206,17 +115,63 @@ def search(
     note: Callable[[str], None] = lambda title: None,
 ) -> list[Way]:
     """Returns all ways, the fastest that fits first; `note` is called before each trace."""
-    at_work = _Search(config, target, make, note)
-    own = [axis for axis in config.strategy.mesh or {} if axis not in BATCH_AXES]
-    for spread in spreads(config, target, []):
-        at_work.all_of(spread)
+    found: list[Way] = []
+
+    def tried(spread: Spread, activation_checkpointing: str | None, parts: int) -> Plan | None:
+        title = spread.title + ", activation checkpointing" * bool(activation_checkpointing)
+        title += f", in {parts} parts" * (parts > 1)
+        values = {
+            "strategy": spread.strategy,
+            "train.activation_checkpointing": activation_checkpointing,
+            "train.accumulate": parts,
+        }
+        if sum(bool(each.values) for each in found) >= _MOST:
+            found.append(Way(title, {}, None, f"not traced: {_MOST} are traced at most"))
+            return None
+        note(title)
+        try:
+            made = make([f"{path}={json.dumps(value)}" for path, value in values.items()])
+            found.append(Way(title, values, made))
+        except LockstepError as error:  # refused, or beyond tracing: others may not be
+            found.append(Way(title, values, None, str(error)))
+        return found[-1].plan
+
+    def every_way(spread: Spread) -> None:
+        """Tries a way as it is, in as few micro-batches as fit, then in fewer with activation checkpointing."""
+        sizes = _divisors(config.train.batch_size // spread.dp_size)
+        for activation_checkpointing in (None, config.train.activation_checkpointing or "blocks"):
+            parts, plan = 1, tried(spread, activation_checkpointing, 1)
+            while plan is not None and not plan.fits:
+                if _lower_bound(plan.step, math.inf) > plan.capacity:
+                    return
+                parts = _more_parts(plan, parts, sizes)
+                plan = tried(spread, activation_checkpointing, parts) if parts else None
+            if parts == 1:  # it fits as it is, or is refused
+                return
+            sizes = [each for each in sizes if not parts or each < parts]
+
+    for spread in _over_the_batch(config, target):
+        every_way(spread)
     # The axes that a task has rules for are known to who has made the task.
-    ruled = next((each.plan.step.axes for each in at_work.found if each.plan is not None), own)
-    known = {spread.title for spread in spreads(config, target, [])}
-    for spread in spreads(config, target, ruled or own):
-        if spread.title not in known:
-            at_work.all_of(spread)
-    return sorted(at_work.found, key=lambda each: each.rank)
+    ruled = next((each.plan.step.axes for each in found if each.plan is not None), [])
+    own = [axis for axis in config.strategy.mesh or {} if axis not in BATCH_AXES]
+    for spread in _over_axes(config, target, ruled or own):
+        every_way(spread)
+    return sorted(found, key=lambda each: each.rank)
+
+
+def _more_parts(plan: Plan, parts: int, sizes: Sequence[int]) -> int:
+    """Returns the fewest micro-batches that may fit, 0 where none do; `plan` is for so many parts."""
+    for each in sizes:
+        if each >= 2 * parts and _lower_bound(plan.step, each / parts) <= plan.capacity:
+            return each
+    return 0
+
+
+def _lower_bound(step: Step, parts: float) -> float:
+    """Returns the least memory with this many times more micro-batches."""
+    stays = sum(step.by_kind.get(kind, 0) for kind in _STAYS)
+    return stays + sum(size for kind, size in step.by_kind.items() if kind not in (*_STAYS, "communication")) / parts
 
 
 def lines(found: Sequence[Way]) -> Iterator[str]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import logging
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,9 +43,9 @@ from lockstep.engine.engine import Engine
 from lockstep.engine.run import Run
 from lockstep.engine.stop_requests import StopRequests
 from lockstep.errors import LockstepError
-from lockstep.planner import figures, gpu_rules
-from lockstep.planner.figures import Step
-from lockstep.planner.ledger import Ledger, NotTraced, replay
+from lockstep.planner import gpu_rules, plan
+from lockstep.planner.ledger import Ledger, NotTraced, kind_of, replay
+from lockstep.planner.plan import Step
 from lockstep.record.display import Display
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.moving import map_tensors
@@ -79,13 +79,13 @@ class FakeRuntime(Runtime):
         self._fake = fake
 
     def move(self, batch: Any) -> Any:
-        return map_tensors(self._as_fake, batch, lambda other: other)
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)
+
+        return map_tensors(fake, batch, lambda other: other)
 
     def use_precision(self, precision: str) -> None:
         pass  # what it changes is how numbers are multiplied, not how large they are
-
-    def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)
 
 
 class FakeGroup(Group):
@@ -114,7 +114,7 @@ class FakeDdp(Strategy):
 
     def __init__(self, runtime: Runtime, settings: StrategySettings, world_size: int) -> None:
         super().__init__(runtime, world_size)
-        self._settings = settings
+        self._settings, self.has_views = settings, settings.has_bucket_views(on_gpu=True)
         self.buckets: list[torch.Tensor] = []
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -123,15 +123,11 @@ class FakeDdp(Strategy):
         for parameters in in_buckets(trained, most):  # of gradients, which are as large
             bucket = torch.empty(sum(each.numel() for each in parameters), dtype=parameters[0].dtype)
             self.buckets.append(bucket)
-            if self._settings.has_bucket_views(on_gpu=True):
+            if self.has_views:
                 parts = torch.split(bucket, [each.numel() for each in parameters])
                 for parameter, part in zip(parameters, parts, strict=True):
                     parameter.register_post_accumulate_grad_hook(_moved_into(part))  # type: ignore[no-untyped-call]
         return model
-
-    @property
-    def gradients(self) -> bool:
-        return self._settings.has_bucket_views(on_gpu=True)
 
     def computed(self, last: bool) -> None:
         for bucket in self.buckets if last else ():
@@ -214,22 +210,26 @@ def real(function: Any, *arguments: Any) -> Any:
         return function(*arguments)
 
 
-_LONG = RunLength(10**9, 10**6)
-_NEVER = Interval(10**9, "step")
+LONG = RunLength(10**9, 10**6)
+
+
+def quiet(config: RunConfig, **more: Any) -> RunConfig:
+    """Returns a config that logs, saves and profiles nothing."""
+    log = Log(every=Interval(10**9, "step"))
+    return config.model_copy(update={"log": log, "checkpoint": Checkpoint(every=None), "profile": None, **more})
+
+
+@contextlib.contextmanager
+def new_run(runtime: Runtime, group: Group, settings: RunConfig) -> Iterator[Run]:
+    with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
+        yield Run(Engine(Topology(), runtime, group, settings, Path(folder), Display(), StopRequests()))
 
 
 def trace(config: RunConfig, world_size: int) -> Step:
     began = time.monotonic()
     if config.train.precision == "fp8":  # its layers cannot be traced without such a GPU: what they keep, bf16 keeps
         config = config.model_copy(update={"train": config.train.model_copy(update={"precision": "bf16"})})
-    settings = config.model_copy(
-        update={
-            "log": Log(every=_NEVER),
-            "checkpoint": Checkpoint(every=None),
-            "profile": None,
-            "processes": world_size,
-        }
-    )
+    settings = quiet(config, processes=world_size)
     task = create_task(config.task)
     datasets = datasets_of(task, config)
     order = order_of(task, config, datasets["train"])
@@ -239,57 +239,50 @@ def trace(config: RunConfig, world_size: int) -> Step:
         _copy_offloaded()
     gpu_rules.install_compile(ledger)
     runtime = FakeRuntime(fake)
-    with world(world_size) as group, tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
-        run = Run(Engine(Topology(), runtime, group, settings, Path(folder), Display(), StopRequests()))
+    with world(world_size) as group, new_run(runtime, group, settings) as run:
         try:
             with fake, ledger:
-                set_up(run, task, config, _LONG)
-                start = _steps(run, task, config, datasets["train"], order, ledger)
+                set_up(run, task, config, LONG)
+                event, operation, collective = _steps(run, task, config, datasets["train"], order, ledger)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise NotTraced(f"the step has a shape or a branch that depends on values: {error}") from None
         books = ledger.books
-        peak, timeline = replay(books, start.event)
-        parameters = [each for module in run.modules.values() for each in module.parameters()]
-        state = [each for module in run.modules.values() for each in run._engine.strategy.state_dict(module).values()]
+        peak, timeline = replay(books, event)
+        before = [(name, 0) for name, at in books.phases if at <= event][-1:]
+        rules = {**shard_rules(task.shard_rules()), **config.strategy.shard}
+        ruled = {axis for rule in rules.values() if rule.mesh is None for entry in rule.spec for axis in axes_of(entry)}
+        on_host = (change for each, change in books.events if each.on_host and each.kind is not None)
+        strategy = config.strategy
         return Step(
             world_size=world_size,
             batch=config.train.batch_size,
             examples=order.length if order is not None else None,
-            parameters=sum(each.numel() for each in parameters),
-            weights_bytes=sum(each.numel() * each.element_size() for each in state if isinstance(each, torch.Tensor)),
-            optimizer_bytes=sum(each.numel() * each.element_size() for each in _states(run)),
+            parameters=sum(each.numel() for module in run.modules.values() for each in module.parameters()),
+            weights_bytes=weights_bytes(run),
+            optimizer_bytes=optimizer_bytes(run),
             peak=peak.bytes,
             phase=peak.phase,
             by_kind=peak.by_kind,
-            largest=figures.largest(peak, books),
-            flops=sum(each.flops for each in books.operations[start.operation :]),
-            bytes=sum(each.bytes for each in books.operations[start.operation :]),
-            work=figures.work_of(books, start.operation),
-            collectives=figures.collectives_of(books, start.collective, _axes(run, world_size), world_size),
-            timeline=figures.thinned(timeline, peak.at),
-            phases=_phases(books.phases, start.event),
+            largest=[
+                plan.Tensor(held, kind_of(each, books), list(each.shape), each.dtype, each.operation, each.line)
+                for each, held in peak.largest
+            ],
+            flops=sum(each.flops for each in books.operations[operation:]),
+            bytes=sum(each.bytes for each in books.operations[operation:]),
+            work=plan.work_of(books, operation),
+            collectives=plan.collectives_of(books, collective, _axes(run, world_size), world_size),
+            timeline=plan.thinned(timeline, peak.at),
+            phases=before + [(name, at - event) for name, at in books.phases if at > event],
             seconds=round(time.monotonic() - began, 1),
             events=len(timeline),
-            mesh=_mesh_of(config, world_size),
-            axes=_ruled_axes(config, task),
-            host_bytes=figures.held_by_the_host(books),
+            mesh=dict(resolve_meshes(strategy, world_size)[MAIN]) if strategy.has_mesh else {DATA_AXIS: world_size},
+            axes=sorted(ruled - set(BATCH_AXES)),
+            host_bytes=max(itertools.accumulate(on_host), default=0),  # without temporaries of its optimizer
         )
 
 
-@dataclass(frozen=True)
-class _Start:
-    event: int
-    operation: int
-    collective: int
-
-    @classmethod
-    def now(cls, ledger: Ledger) -> _Start:
-        books = ledger.books
-        return cls(len(books.events), len(books.operations), len(books.collectives))
-
-
-def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger: Ledger) -> _Start:
-    """Runs two steps and returns where the second began."""
+def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger: Ledger) -> tuple[int, int, int]:
+    """Runs two steps and returns where events, operations and collectives of the second begin."""
     parameters = [each for module in run.modules.values() for each in module.parameters()]
     away = config.strategy.offload
     ledger.name((local_part(each) for each in parameters), "weights", away)
@@ -304,8 +297,8 @@ def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger
             each.register_post_accumulate_grad_hook(named)  # type: ignore[no-untyped-call]
     strategy = run._engine.strategy
     if isinstance(strategy, FakeDdp):
-        ledger.name(strategy.buckets, "gradients" if strategy.gradients else "communication")
-    limits, step, done = config.train, step_of(task), 0
+        ledger.name(strategy.buckets, "gradients" if strategy.has_views else "communication")
+    limits, step, done, books = config.train, step_of(task), 0, ledger.books
     # The rest of an epoch is a smaller step, and a short epoch would have it for the second.
     whole = config.data.drop_last or (order is not None and order.length >= limits.batch_size)
     for _ in run.epochs(None):
@@ -313,7 +306,7 @@ def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger
             data, limits.batch_size, order=order, drop_last=whole, accumulate=limits.accumulate,
             collate=getattr(task, "collate", None),
         )  # fmt: skip
-        began = _Start.now(ledger)
+        began = len(books.events), len(books.operations), len(books.collectives)
         while (batch := real(next, batches, None)) is not None:
             ledger.name(_tensors(batch), "batch")
             complete = step(run, task, batch)
@@ -325,37 +318,30 @@ def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger
             if done == 2:
                 return began
             ledger.name((local_part(each) for each in _states(run)), "optimizer", away)
-            began = _Start.now(ledger)
+            began = len(books.events), len(books.operations), len(books.collectives)
     raise AssertionError("an endless number of epochs has ended")
 
 
-def _axes(run: Run, world_size: int) -> dict[str, figures.Axis]:
+def _axes(run: Run, world_size: int) -> dict[str, plan.Axis]:
     mesh = run.devices.mesh
     if mesh is None:
-        return {"0": figures.Axis("data", world_size, world_size)}
+        return {"0": plan.Axis("data", world_size, world_size)}
     found = {}
     for name in mesh.mesh_dim_names or ():
         group = mesh.get_group(name)
         ranks = dist.get_process_group_ranks(group)
-        found[group.group_name] = figures.Axis(name, len(ranks), max(ranks) - min(ranks) + 1)
+        found[group.group_name] = plan.Axis(name, len(ranks), max(ranks) - min(ranks) + 1)
     return found
 
 
-def _phases(phases: list[tuple[str, int]], start: int) -> list[tuple[str, int]]:
-    before = [name for name, at in phases if at <= start][-1:]
-    return [(name, 0) for name in before] + [(name, at - start) for name, at in phases if at > start]
+def weights_bytes(run: Run) -> int:
+    """Returns the bytes of all weights, as a checkpoint has them."""
+    state = [each for module in run.modules.values() for each in run._engine.strategy.state_dict(module).values()]
+    return sum(each.numel() * each.element_size() for each in state if isinstance(each, torch.Tensor))
 
 
-def _mesh_of(config: RunConfig, world_size: int) -> dict[str, int]:
-    if not config.strategy.has_mesh:
-        return {DATA_AXIS: world_size}
-    return dict(resolve_meshes(config.strategy, world_size)[MAIN])
-
-
-def _ruled_axes(config: RunConfig, task: Any) -> list[str]:
-    rules = {**shard_rules(task.shard_rules()), **config.strategy.shard}
-    found = {axis for rule in rules.values() if rule.mesh is None for entry in rule.spec for axis in axes_of(entry)}
-    return sorted(found - set(BATCH_AXES))
+def optimizer_bytes(run: Run) -> int:
+    return sum(each.numel() * each.element_size() for each in _states(run))
 
 
 def _states(run: Run) -> list[torch.Tensor]:

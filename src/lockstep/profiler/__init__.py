@@ -64,15 +64,16 @@ def create(settings: Profile | None, runtime: str, topology: Topology, folder: P
     from lockstep.profiler.demand import Demand
     from lockstep.profiler.window import Window
 
-    demand = Demand.listening(settings.address, settings.port, place.local_rank)
-    return Window(_backend(runtime), settings, folder / FOLDER / f"proc_{place.rank}", activity, demand)
-
-
-def _backend(runtime: str) -> Backend:
+    demand = Demand()
+    if settings.port is not None:
+        demand.serve(settings.address, settings.port + place.local_rank)
+    backend: Backend
     if runtime == "xla":
         from lockstep.profiler.xla import XlaBackend
 
-        return XlaBackend()
-    from lockstep.profiler.torch import TorchBackend
+        backend = XlaBackend()
+    else:
+        from lockstep.profiler.window import TorchBackend
 
-    return TorchBackend(runtime)
+        backend = TorchBackend(runtime)
+    return Window(backend, settings, folder / FOLDER / f"proc_{place.rank}", activity, demand)

@@ -67,17 +67,6 @@ class Demand:
         self._lock = threading.Lock()
         self._server: Any = None
         self._closed = False
-        self._heard = threading.Event()  # every answer was sent
-        self._heard.set()
-
-    @classmethod
-    def listening(cls, address: str, port: int | None, local_rank: int) -> Demand:
-        """Starts a server if it can; a problem is logged and does not stop the training."""
-        demand = cls()
-        if port is not None:
-            at = f"[{address}]:{port + local_rank}" if ":" in address else f"{address}:{port + local_rank}"
-            demand._serve(at)
-        return demand
 
     def take(self) -> Request | None:
         request, self._pending = self._pending, None
@@ -100,11 +89,12 @@ class Demand:
         if request := self.take():
             request.answer("the run is over")
         if self._server is not None:
-            self._heard.wait(2.0)
-            self._server.stop(grace=None).wait(5.0)
+            self._server.stop(grace=2.0).wait(5.0)  # for answers on their way
             self._server = None
 
-    def _serve(self, at: str) -> None:
+    def serve(self, address: str, port: int) -> None:
+        """Starts a server if it can; a problem is logged and does not stop the training."""
+        at = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
         try:
             grpc = _import_grpc()
         except ImportError:
@@ -112,10 +102,8 @@ class Demand:
             return
 
         def profile(message: bytes, context: Any) -> bytes:
-            if not permitted(context.peer(), dict(context.invocation_metadata()), int(at.rpartition(":")[2])):
+            if not permitted(context.peer(), dict(context.invocation_metadata()), port):
                 context.abort(grpc.StatusCode.PERMISSION_DENIED, _NOT_YOURS)
-            self._heard.clear()
-            context.add_callback(self._heard.set)
             failure = self.ask(_seconds(message))
             if failure is not None:
                 context.abort(grpc.StatusCode.UNAVAILABLE, failure)

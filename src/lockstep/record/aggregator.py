@@ -182,7 +182,11 @@ class MetricAggregator:
         """Drops rows after a step: the run was restored there, or ended before its first checkpoint."""
         self._last_gathered_step = self._last_row_step = step
         if state is not None:
-            self._load_state_dict(state)
+            self._since_row.sums, self.since_validation.sums = state["since_row"], state["since_validation"]
+            self._skips = state.get("skips", self._skips)
+            self.latest = state.get("latest", {})
+            self.learning_rates = state.get("learning_rates", {})
+            self._last_row_step = state.get("last_row_step", self._last_row_step)
         if self._metric_writer is not None:
             rows = 0 if state is None else state.get("rows")
             self._metric_writer.forget_after(step, self._last_row_step, rows)
@@ -197,13 +201,6 @@ class MetricAggregator:
             "last_row_step": self._last_row_step,
             "rows": self._metric_writer.rows if self._metric_writer is not None else None,
         }
-
-    def _load_state_dict(self, state: dict[str, Any]) -> None:
-        self._since_row.sums, self.since_validation.sums = state["since_row"], state["since_validation"]
-        self._skips = state.get("skips", self._skips)
-        self.latest = state.get("latest", {})
-        self.learning_rates = state.get("learning_rates", {})
-        self._last_row_step = state.get("last_row_step", self._last_row_step)
 
     def sample(self, step: int, name: str, kind: Kind, make: Callable[..., Any], *given: Any) -> None:
         """Keeps rank 0's sample; `make` checks it and brings it to the host. Other ranks' are ignored."""

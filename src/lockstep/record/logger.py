@@ -10,14 +10,11 @@ It may raise, and it may be slow: the run does not wait for it.
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from lockstep.config.plain import did_you_mean
 from lockstep.errors import ConfigError
 
 METHODS = {"start": ("about",), "log": ("step", "values"), "finish": ("status",)}
@@ -70,24 +67,9 @@ class Logger(Protocol):
     def finish(self, status: str) -> None: ...
 
 
-def takes_samples(logger: Logger) -> bool:
-    return callable(getattr(logger, "log_sample", None))
-
-
 def check_methods(cls: Any, path: str, where: str) -> None:
     """Raises ConfigError if a class lacks a method of a logger."""
     missing = [name for name in METHODS if not callable(getattr(cls, name, None))]
     if missing:
         signature = f"{missing[0]}({', '.join(('self', *METHODS[missing[0]]))})"
         raise ConfigError(f"{path}: {where} does not define {signature}")
-
-
-def check_arguments(given: Mapping[str, Any], package: str, ours: Collection[str]) -> None:
-    """Raises ConfigError for an argument that a package's `init` does not take, or that Lockstep sets."""
-    known = list(inspect.signature(importlib.import_module(package).init).parameters)
-    for name in given:
-        if name in ours:
-            raise ConfigError(f"log.{package}.{name}: Lockstep sets it, so that a restart goes on with the same run")
-        if name not in known:
-            valid = [each for each in known if each not in ours]
-            raise ConfigError(f"log.{package}.{name}: {package}.init has no such argument, {did_you_mean(name, valid)}")

@@ -12,8 +12,8 @@ import importlib.util
 import json
 import logging
 import math
-import mmap
 import os
+import queue
 import secrets
 import threading
 import time
@@ -27,7 +27,7 @@ from lockstep import run_files
 from lockstep.config.schema import Log, RunSettings
 from lockstep.config.secrets import redacted
 from lockstep.errors import ConfigError
-from lockstep.record.logger import About, Logger, Sample, check_methods, takes_samples
+from lockstep.record.logger import About, Logger, Sample, check_methods
 from lockstep.record.writers import write_json
 from lockstep.shown import brief, in_a_line
 
@@ -94,62 +94,6 @@ class Call(NamedTuple):
     size: int
 
 
-_BYTES = 512
-_ENDING = ".call"
-
-
-class CallNote:
-    """Notes in shared memory which method a logger is in.
-
-    A logger whose native code holds Python's lock stops its whole process, heartbeats included. The launcher reads
-    here which logger that was.
-    """
-
-    def __init__(self, folder: Path, logger: str) -> None:
-        self._logger, self._file = logger, folder / f".{logger}{_ENDING}"
-        self._memory: mmap.mmap | None = None
-        with contextlib.suppress(OSError, ValueError):  # no room, or a disk that maps no files
-            folder.mkdir(exist_ok=True)
-            descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            try:
-                os.write(descriptor, bytes(_BYTES))
-                self._memory = mmap.mmap(descriptor, _BYTES)
-            finally:
-                os.close(descriptor)
-
-    def enter(self, method: str) -> None:
-        self._write(json.dumps({"logger": self._logger, "method": method, "since": time.time()}).encode())
-
-    def leave(self) -> None:
-        self._write(b"")
-
-    def close(self) -> None:
-        self._memory = None
-        self._file.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # another logger's files are there
-            self._file.parent.rmdir()
-
-    def _write(self, text: bytes) -> None:
-        if self._memory is not None and len(text) <= _BYTES:
-            self._memory[:] = text.ljust(_BYTES, b"\0")
-
-
-def suspect(run_folder: Path, stalled: str) -> str:
-    """Returns a sentence on the logger that has been in a call longest, where rank 0 went silent."""
-    found = []
-    for file in (run_folder / "loggers").glob(f".*{_ENDING}") if "rank 0: no sign of life" in stalled else ():
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            note = json.loads(file.read_bytes()[:_BYTES].rstrip(b"\0"))
-            found.append((time.time() - float(note["since"]), str(note["logger"]), str(note["method"])))
-    if not found:
-        return ""
-    seconds, logger, method = max(found)
-    return (
-        f". The logger log.{logger} has been in {method} for {seconds:.0f} s: where its native code does not release "
-        "Python's lock, nothing else in that process runs. Leave it out, or log from another process"
-    )
-
-
 class LoggerQueue:
     """One logger of rank 0, from start to end. All methods return at once, except `wait`."""
 
@@ -157,62 +101,57 @@ class LoggerQueue:
         self.name, self._logger, self._about = name, to, about
         self._file = about.folder / FOLDER / f"{name}.json"
         self._kept = _Kept.read(self._file)
+        self._takes_back = bool(getattr(to, "takes_back", False))
         # The steps it has from before: a run that resumes from an older checkpoint computes them again, bit for bit.
-        self._before = {} if self.takes_back else dict(self._kept.sent)
-        self._waiting: deque[Call] = deque()
-        self._bytes = self._left_out = self._failed = 0
-        self._news = threading.Condition()
+        self._before = {} if self._takes_back else dict(self._kept.sent)
+        self._waiting: queue.Queue[Call | None] = queue.Queue()  # None is the end
+        self._left_out = self._failed = 0
         self._status: str | None = None  # once the run is over
-        self._given_up = self._over = False
+        self._given_up = False
         self._at: tuple[str, float] | None = None  # the method that it is in, and since when
         self._warned: set[str] = set()
         self._thread: threading.Thread | None = None
 
-    @property
-    def takes_back(self) -> bool:
-        return bool(getattr(self._logger, "takes_back", False))
-
     def start(self, step: int, backlog: Backlog = tuple) -> None:
         """Starts the thread, once it is known at which step the run resumes. Of `backlog`, the rows written before,
         it sends what was never sent: what waits is lost when a process is killed."""
-        self._backlog = backlog
         about = replace(self._about, step=step, id=self._kept.id, kept=self._kept.kept)
-        self._thread = threading.Thread(target=self._work, args=(about,), name=f"lockstep-{self.name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work, args=(about, backlog), name=f"lockstep-{self.name}", daemon=True
+        )
         self._thread.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        call = self._row(step, values)
-        if call is not None:
+        if call := self._row(step, values):
             self._put(call)
 
     def log_sample(self, sample: Sample, size: int) -> None:
-        name = f"{sample.kind} {sample.name}"
-        if not takes_samples(self._logger):
+        name, send = f"{sample.kind} {sample.name}", getattr(self._logger, "log_sample", None)
+        if send is None:
             self._warn_once("samples", "takes no samples (it has no log_sample): they are in the run's folder alone")
         elif sample.step > self._before.get(name, -1):
-            send = self._logger.log_sample  # type: ignore[attr-defined]  # as asked above
             self._put(Call("log_sample", (name,), sample.step, lambda: send(sample), size))
 
     def close(self, status: str) -> None:
         """Lets the thread send what waits, and finish."""
-        with self._news:
-            self._status = self._status or status
-            self._news.notify()
+        if self._status is None:
+            self._status = status
+            self._waiting.put(None)
 
     def wait(self, until: float) -> None:
         """Waits for its end up to a moment of the monotonic clock, and warns of what was lost."""
         if self._thread is None:
             return
         self._thread.join(max(until - time.monotonic(), 0.0))
-        with self._news:
-            self._given_up, at, left = True, self._at, len(self._waiting)
-        if self._thread.is_alive():
-            self._abandon()
+        self._given_up, at = True, self._at
         lost = [f"{self._failed} calls failed"] if self._failed else []
         lost += [f"{self._left_out} rows and samples were left out, since it was too slow"] if self._left_out else []
-        lost += [f"{left} were not sent any more"] if left and not self._over else []
-        if self._thread.is_alive() and at is not None:
-            lost.insert(0, f"{at[0]} has not returned for {time.monotonic() - at[1]:.0f} s, and is left alone")
+        if self._thread.is_alive():
+            self._abandon()
+            if left := max(self._waiting.qsize() - 1, 0):  # without the end
+                lost.append(f"{left} were not sent any more")
+            if at is not None:
+                lost.insert(0, f"{at[0]} has not returned for {time.monotonic() - at[1]:.0f} s, and is left alone")
         if lost:
             self._warn(f"{'; '.join(lost)}. The run's folder has all of it")
 
@@ -221,26 +160,24 @@ class LoggerQueue:
         return Call("log", tuple(new), step, lambda: self._logger.log(step, new), 0) if new else None
 
     def _put(self, call: Call) -> None:
-        with self._news:
-            full = len(self._waiting) >= MOST_CALLS or (self._bytes + call.size > MOST_BYTES and self._waiting)
-            if self._over or self._status is not None:
-                return
-            if full:
-                self._left_out += 1
-            else:
-                self._waiting.append(call)
-                self._bytes += call.size
-                self._news.notify()
-        if full:
+        if self._status is not None or self._thread is None or not self._thread.is_alive():
+            return
+        with self._waiting.mutex:
+            waiting = list(self._waiting.queue)
+        held = sum(each.size for each in waiting if each is not None)
+        if len(waiting) < MOST_CALLS and (not waiting or held + call.size <= MOST_BYTES):
+            self._waiting.put(call)
+        else:
+            self._left_out += 1
             self._warn_once("full", f"is too slow: {MOST_CALLS} calls wait, and what comes now is left out")
 
     # The thread
 
-    def _work(self, about: About) -> None:
+    def _work(self, about: About, backlog: Backlog) -> None:
         self._call_note = CallNote(self._file.parent, self.name)
         self._note()  # a restart must find the id that this one starts with
         if self._called("start", lambda: self._keep(self._logger.start(about))):
-            for call in self._calls():
+            for call in self._calls(backlog):
                 if self._called(call.method, call.send):
                     self._kept.note(call, float(getattr(self._logger, "delay", 0.0)))
                     self._note()
@@ -252,7 +189,6 @@ class LoggerQueue:
         else:
             self._abandon()
         self._call_note.close()
-        self._over = True
 
     def _keep(self, returned: Mapping[str, Any] | None) -> None:
         try:
@@ -267,26 +203,15 @@ class LoggerQueue:
         if not getattr(self._logger, "keeps_nothing", False):
             self._kept.write(self._file)
 
-    def _calls(self) -> Iterator[Call]:
-        if not self.takes_back:
-            with contextlib.suppress(OSError):
-                for step, values in self._backlog():
-                    if self._given_up:
-                        return
-                    if call := self._row(step, values):
-                        yield call
-        while (call := self._next()) is not None:
-            yield call
-
-    def _next(self) -> Call | None:
-        with self._news:
-            while not self._waiting and self._status is None:
-                self._news.wait()
-            if not self._waiting or self._given_up:
-                return None
-            call = self._waiting.popleft()
-            self._bytes -= call.size
-            return call
+    def _calls(self, backlog: Backlog) -> Iterator[Call]:
+        with contextlib.suppress(OSError):
+            for step, values in () if self._takes_back else backlog():
+                if call := self._row(step, values):
+                    yield call
+                if self._given_up:
+                    return
+        while (waiting := self._waiting.get()) is not None and not self._given_up:
+            yield waiting
 
     def _called(self, method: str, call: Callable[[], None]) -> bool:
         self._at = (method, time.monotonic())
@@ -346,3 +271,55 @@ class _Kept:
     def write(self, file: Path) -> None:
         with contextlib.suppress(OSError):  # a full disk is reported by those who must write
             write_json(file, {"id": self.id, "kept": self.kept, "calls": self.calls, "sent": self.sent}, depth=2)
+
+
+_BYTES = 512
+_ENDING = ".call"
+
+
+class CallNote:
+    """Notes in a file which method a logger is in.
+
+    A logger whose native code holds Python's lock stops its whole process, heartbeats included. The launcher reads
+    here which logger that was.
+    """
+
+    def __init__(self, folder: Path, logger: str) -> None:
+        self._logger, self._file = logger, folder / f".{logger}{_ENDING}"
+        self._descriptor = -1
+        with contextlib.suppress(OSError):
+            folder.mkdir(exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._descriptor = os.open(self._file, flags, 0o600)
+
+    def enter(self, method: str) -> None:
+        self._write(json.dumps({"logger": self._logger, "method": method, "since": time.time()}).encode())
+
+    def leave(self) -> None:
+        self._write(b"")
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)
+            self._file.unlink(missing_ok=True)
+            self._file.parent.rmdir()  # unless another logger's files are there
+
+    def _write(self, text: bytes) -> None:
+        with contextlib.suppress(OSError):
+            os.pwrite(self._descriptor, text[:_BYTES].ljust(_BYTES, b"\0"), 0)
+
+
+def suspect(run_folder: Path, stalled: str) -> str:
+    """Returns a sentence on the logger that has been in a call longest, where rank 0 went silent."""
+    found = []
+    for file in (run_folder / FOLDER).glob(f".*{_ENDING}") if "rank 0: no sign of life" in stalled else ():
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            note = json.loads(file.read_bytes()[:_BYTES].rstrip(b"\0"))
+            found.append((time.time() - float(note["since"]), str(note["logger"]), str(note["method"])))
+    if not found:
+        return ""
+    seconds, logger, method = max(found)
+    return (
+        f". The logger log.{logger} has been in {method} for {seconds:.0f} s: where its native code does not release "
+        "Python's lock, nothing else in that process runs. Leave it out, or log from another process"
+    )

@@ -1,13 +1,15 @@
-"""A run's folder: made once, by the launcher or rank 0, with its config and summary."""
+"""A run's folder: made once, by the launcher or rank 0, with its config, its summary and the code that it runs."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import shlex
+import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ from lockstep import run_files
 from lockstep.config.load import from_plain, parse_yaml, to_yaml
 from lockstep.config.plain import LONGEST_CONFIG
 from lockstep.config.schema import RunConfig
+from lockstep.config.secrets import LEFT_OUT, is_secret, redacted
 from lockstep.distributed.failure import Result
 from lockstep.distributed.topology import Topology
 from lockstep.errors import PREEMPTED_EXIT_CODE, ConfigError, FolderLost
+from lockstep.record.writers import write_json
 
 RUNNING = "running"  # the status until the end is written
 CONFIG_FILE, SUMMARY_FILE, TOPOLOGY_FILE = "config.yaml", "summary.json", "topology.json"
@@ -71,7 +75,8 @@ def check_links(folder: Path) -> None:
     Lockstep's own files are opened without following links. Loggers and profilers of others write theirs by path, so a
     link must not be there when the run begins.
     """
-    for name in (*_WRITTEN, *(f"{place}/{each}" for place in _BY_PATH for each in _entries(folder / place))):
+    inside = [place for place in _BY_PATH if run_files.is_folder(folder / place)]
+    for name in (*_WRITTEN, *(f"{place}/{each.name}" for place in inside for each in (folder / place).iterdir())):
         if (folder / name).is_symlink():
             raise ConfigError(
                 f"{folder / name} is a link, and Lockstep writes through no link in a run's folder. Remove it; to keep "
@@ -81,10 +86,6 @@ def check_links(folder: Path) -> None:
         with contextlib.suppress(OSError):
             if time.time() - leftover.lstat().st_mtime > _LEFTOVER_SECONDS:
                 leftover.unlink()
-
-
-def _entries(folder: Path) -> list[str]:
-    return sorted(each.name for each in folder.iterdir()) if run_files.is_folder(folder) else []
 
 
 def write_config(folder: Path, config: RunConfig) -> None:
@@ -219,3 +220,79 @@ def brought_here(folder: Path, topology: Topology) -> None:
             f"rank {place.rank} on {place.host}: {folder}: the run's folder, for this rank's log, cannot be used on "
             f"this host: {error.strerror or error}. Make it writable for uid {os.getuid()}"
         ) from None
+
+
+FOLDER, FACTS_FILE, DIFF_FILE = "code", "code.json", "uncommitted.diff"
+_MOST_BYTES = 2**20  # of the source, and of the diff
+_GIT_SECONDS = 3.0
+_ASSIGNED = re.compile(r"""(?P<name>\w+)(?P<by>["']?\s*[:=]\s*)(?P<value>"[^"]*"|'[^']*'|[^\s,"')]+)""")
+_GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
+
+
+def keep_code(folder: Path, root: Path, digests: Mapping[str, str], warn: Callable[[str], None]) -> None:
+    """Writes the source files below `root`, the commit and the uncommitted changes to `code/N`.
+
+    A later start with the same source writes nothing; with another source it warns of what changed, and adds a copy.
+    """
+    home = folder / FOLDER
+    if home.is_symlink():  # nothing is written through a link
+        return
+    with contextlib.suppress(OSError):  # a run does not fail for it
+        before = max(
+            (int(each.name) for each in home.glob("[0-9]*") if each.name.isdecimal() and each.name.isascii()), default=0
+        )
+        known = _read(home / str(before) / FACTS_FILE)
+        changed = sorted(name for name, digest in digests.items() if known.get(name, digest) != digest)
+        if before and not changed:
+            return
+        if changed:
+            warn(
+                f"the code changed since the run was last started: {', '.join(changed[:3])}"
+                f"{' and more' if len(changed) > 3 else ''}. What it was is in {home / str(before)}"
+            )
+        _write(home / str(before + 1), root, digests)
+
+
+def _write(place: Path, root: Path, digests: Mapping[str, str]) -> None:
+    place.mkdir(parents=True)
+    room = _MOST_BYTES
+    for name in digests:
+        text = (root / name).read_text(encoding="utf-8", errors="replace")
+        if len(text) < room:
+            room -= len(text)
+            run_files.write(place / name, without_secrets(text), depth=2 + len(Path(name).parts))
+    commit = _git(root, "rev-parse", "HEAD")
+    diff = _git(root, "diff", "--no-ext-diff", "--no-textconv", "HEAD") if commit is not None else None
+    if diff:
+        cut = "\n(cut here: the rest was left out)\n" if len(diff) > _MOST_BYTES else ""
+        run_files.write(place / DIFF_FILE, without_secrets(diff[:_MOST_BYTES]) + cut, depth=3)
+    facts = {"commit": commit.strip() if commit else None, "uncommitted_changes": bool(diff), "files": dict(digests)}
+    write_json(place / FACTS_FILE, facts, depth=3)
+
+
+def without_secrets(text: str) -> str:
+    """Hides values of keys and passwords: those assigned to such names, and those of the environment."""
+    return "\n".join(redacted([_ASSIGNED.sub(_hidden, line) for line in text.split("\n")]))
+
+
+def _hidden(found: re.Match[str]) -> str:
+    literal = found["value"][0] in "\"'" or "=" not in found["by"]
+    return f"{found['name']}{found['by']}{LEFT_OUT!r}" if literal and is_secret(found["name"]) else found[0]
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    """Returns git's output; None where there is no git, no repository or no answer in time."""
+    try:
+        done = subprocess.run(
+            [*_GIT, "-C", str(root), *arguments], stdin=subprocess.DEVNULL, capture_output=True, timeout=_GIT_SECONDS,
+            env={**os.environ, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode("utf-8", errors="replace")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return dict(json.loads(run_files.read_text(file, depth=3)).get("files") or {})
+    return {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import importlib
-import importlib.util
+import inspect
 import os
 import re
 import sys
@@ -19,9 +19,9 @@ from typing import Any
 
 from lockstep.config.load import to_yaml
 from lockstep.config.loggers import Mlflow, Wandb
-from lockstep.config.plain import leaves
+from lockstep.config.plain import did_you_mean, leaves
 from lockstep.errors import ConfigError
-from lockstep.record.logger import About, Sample, check_arguments
+from lockstep.record.logger import About, Sample
 
 
 class TensorBoardLogger:
@@ -69,8 +69,12 @@ class WandbLogger:
 
     def __init__(self, settings: Wandb) -> None:
         self._settings = settings
-        if settings.arguments:
-            check_arguments(settings.arguments, "wandb", _OURS)
+        known = inspect.signature(importlib.import_module("wandb").init).parameters if settings.arguments else ()
+        for name in settings.arguments:
+            if name in _OURS:
+                raise ConfigError(f"log.wandb.{name}: Lockstep sets it, so that a restart goes on with the same run")
+            if name not in known:
+                raise ConfigError(f"log.wandb.{name}: wandb.init has no such argument, {did_you_mean(name, known)}")
 
     @staticmethod
     def check(settings: Wandb, environment: Mapping[str, str]) -> None:
@@ -139,7 +143,6 @@ class WandbLogger:
 
 _STATUSES = {"completed": "FINISHED", "stopped early": "FINISHED", "failed": "FAILED"}
 _BY_SERVER = ("http", "https", "databricks")
-_DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _LONGEST_NAME = 250
 _LONGEST_PARAMETER, _MOST_PARAMETERS = 6000, 100  # of a value, and of one request
 
@@ -150,16 +153,11 @@ class MlflowLogger:
 
     @staticmethod
     def check(settings: Mlflow, environment: Mapping[str, str]) -> None:
-        """Refuses a tracking URI that is missing, or that the installed packages cannot use."""
+        """Refuses to start without a tracking URI."""
         place = settings.tracking_uri or environment.get("MLFLOW_TRACKING_URI")
         if not place:
             raise ConfigError(
                 "log.mlflow.tracking_uri: missing: name a server's URL or a folder, or set MLFLOW_TRACKING_URI"
-            )
-        scheme = place.partition(":")[0].partition("+")[0] if "://" in place else ""
-        if scheme in _DATABASES and importlib.util.find_spec("sqlalchemy") is None:
-            raise ConfigError(
-                f"log.mlflow.tracking_uri: {scheme}:// needs the whole of mlflow: pip install mlflow; or name a folder"
             )
 
     def start(self, about: About) -> dict[str, Any]:
@@ -168,15 +166,19 @@ class MlflowLogger:
         if place.startswith("file:"):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         mlflow: Any = importlib.import_module("mlflow")
-        self._metric, self._param = mlflow.entities.Metric, mlflow.entities.Param
+        self._metric, param = mlflow.entities.Metric, mlflow.entities.Param
         self._client = mlflow.MlflowClient(tracking_uri=place)
-        experiment = self._experiment()
+        found = self._client.get_experiment_by_name(self._settings.experiment)
+        experiment = found.experiment_id if found else self._client.create_experiment(self._settings.experiment)
         self._run_id = about.kept.get("run_id") if about.kept.get("tracking_uri") == place else None
         if self._run_id is None:
             name = self._settings.name or about.name
             made = self._client.create_run(experiment, run_name=name, tags=self._settings.tags)
             self._run_id = made.info.run_id
-            self._log_parameters(about.config)
+            named = {_name(name): str(value)[:_LONGEST_PARAMETER] for name, value in leaves(about.config)}
+            parameters = [param(name, value) for name, value in named.items()]
+            for begin in range(0, len(parameters), _MOST_PARAMETERS):
+                self._client.log_batch(self._run_id, params=parameters[begin : begin + _MOST_PARAMETERS])
         else:
             self._client.update_run(self._run_id, status="RUNNING")
         return {"run_id": self._run_id, "tracking_uri": place}
@@ -192,16 +194,6 @@ class MlflowLogger:
 
     def finish(self, status: str) -> None:
         self._client.set_terminated(self._run_id, status=_STATUSES.get(status, "KILLED"))
-
-    def _experiment(self) -> str:
-        found = self._client.get_experiment_by_name(self._settings.experiment)
-        return str(found.experiment_id if found else self._client.create_experiment(self._settings.experiment))
-
-    def _log_parameters(self, config: Mapping[str, Any]) -> None:
-        named = {_name(name): str(value)[:_LONGEST_PARAMETER] for name, value in leaves(config)}
-        parameters = [self._param(name, value) for name, value in named.items()]
-        for begin in range(0, len(parameters), _MOST_PARAMETERS):
-            self._client.log_batch(self._run_id, params=parameters[begin : begin + _MOST_PARAMETERS])
 
 
 def _absolute(place: str) -> str:

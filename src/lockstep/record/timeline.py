@@ -87,13 +87,14 @@ class Timeline:
         folder = self.folder
         if self._files is not None and folder is not None and time.monotonic() >= self._next_live:
             self._next_live = time.monotonic() + _LIVE_SECONDS
-            self._files.replace(LIVE_FILE, lambda: _live(list(everyone), time.time(), folder))
+            seen, at = list(everyone), time.time()
+            self._files.replace(LIVE_FILE, lambda: _live(seen, at, folder))
 
     def lags(self, step: int, busy: Sequence[float]) -> None:
         """Notes by rank how long each was busy in a step."""
-        if self._files is None or self.folder is None:
+        if self._files is None:
             return
-        line = self._lags.add(time.time(), step, busy, self.folder)
+        line = self._lags.add(time.time(), step, busy)
         if line is not None:
             self._files.append(LAGS_FILE, line)
 
@@ -106,13 +107,10 @@ class Timeline:
         self._files.close()
 
 
-@contextlib.contextmanager
-def opened(folder: Path | None, warn: Callable[[str], object], file: str = TIMELINE_FILE) -> Iterator[Timeline]:
-    timeline = Timeline(folder, warn, file)
-    try:
-        yield timeline
-    finally:
-        timeline.close()
+def opened(
+    folder: Path | None, warn: Callable[[str], object], file: str = TIMELINE_FILE
+) -> contextlib.closing[Timeline]:
+    return contextlib.closing(Timeline(folder, warn, file))
 
 
 class _Lags:
@@ -124,10 +122,9 @@ class _Lags:
         self._sums: list[float] = []
         self._count = self._step = 0
 
-    def add(self, now: float, step: int, busy: Sequence[float], folder: Path) -> dict[str, Any] | None:
+    def add(self, now: float, step: int, busy: Sequence[float]) -> dict[str, Any] | None:
         if self._began is None:
             self._began = self._last = now
-            self._began = min(_first_at(folder / LAGS_FILE, now), now)
         if len(busy) != len(self._sums):
             self._sums, self._count = [0.0] * len(busy), 0
         self._sums = [total + each for total, each in zip(self._sums, busy, strict=True)]
@@ -142,15 +139,6 @@ class _Lags:
         line = {"at": round(now, 3), "since": round(self._last, 3), "step": self._step, "busy": means}
         self._last, self._sums, self._count = now, [0.0] * len(means), 0
         return line
-
-
-def _first_at(file: Path, otherwise: float) -> float:
-    """Returns when the first line of a file was written, by an earlier start of the run."""
-    try:
-        with run_files.open_file(file) as stream:
-            return float(json.loads(stream.readline(_LONGEST_ROW))["at"])
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return otherwise
 
 
 def _live(everyone: list[Seen], at: float, folder: Path) -> dict[str, Any]:

@@ -106,7 +106,8 @@ def conclude(trials: Sequence[Trial], sweep: Sweep, folder: Path, say: Callable[
         say("no trial has come to an end that counts")
         return 5
     shutil.copy(folder / best.folder / run_folder.CONFIG_FILE, folder / BEST_FILE)
-    say(f"best: trial {best.number}, {sweep.metric} {best.metric:.4g} with {text_of(best.values)}")
+    values = ", ".join(f"{name}={_short(value)}" for name, value in best.values.items())
+    say(f"best: trial {best.number}, {sweep.metric} {best.metric:.4g} with {values}")
     say(f"its config: {folder / BEST_FILE}; its run: {folder / best.folder}")
     return 0
 
@@ -127,10 +128,6 @@ def table(trials: Sequence[Trial], sweep: Sweep) -> list[str]:
         status = f"{each.status}: {each.cause}" if each.cause else each.status
         rows.append((str(each.number), *values, _short(each.epoch), _short(each.metric), status))
     return columns(rows)
-
-
-def text_of(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={_short(value)}" for name, value in values.items())
 
 
 def _short(value: Any) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import threading
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,79 +79,56 @@ class LiveFiles:
 
     def __init__(self, folder: Path, warn: Callable[[str], object]) -> None:
         self._folder, self._warn = folder, warn
-        self._lines: list[tuple[str, str]] = []
-        self._newest: dict[str, Callable[[], Any]] = {}
         self._warned: set[str] = set()
-        self._news, self._closing = threading.Condition(), False
-        self._descriptor: int | None = None
+        # A file's name, and how to write it; None is the end.
+        self._waiting: queue.Queue[tuple[str, Callable[[int], None]] | None] = queue.Queue(_LONGEST_QUEUE)
+        self._thread: threading.Thread | None = None
         # The folder as it is now: one that is moved away is followed, and whatever has its name later is left alone.
         with contextlib.suppress(OSError):
-            self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._thread = threading.Thread(target=self._work, name="lockstep-aside", daemon=True)
-        if self._descriptor is not None:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._thread = threading.Thread(target=self._work, args=(descriptor,), name="lockstep-aside", daemon=True)
             self._thread.start()
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
         """Appends a line of JSON to a file."""
         text = json.dumps(finite(line)) + "\n"
-        with self._news:
-            if len(self._lines) < _LONGEST_QUEUE:
-                self._lines.append((name, text))
-                self._news.notify()
+        self._put(name, lambda descriptor: _append(descriptor, name, text))
 
     def replace(self, name: str, make: Callable[[], Any]) -> None:
-        """Replaces a file of JSON; the thread makes it, unless a newer one has come by then."""
-        with self._news:
-            self._newest[name] = make
-            self._news.notify()
+        """Replaces a file of JSON, which the thread makes."""
+        self._put(name, lambda descriptor: run_files.write_at(descriptor, name, json.dumps(finite(make())) + "\n"))
 
     def close(self) -> None:
         """Writes what is left, within two seconds."""
-        with self._news:
-            self._closing = True
-            self._news.notify()
-        if self._descriptor is not None:
-            self._thread.join(_END_SECONDS)
+        if self._thread is not None:
+            with contextlib.suppress(queue.Full):  # the disk does not answer
+                self._waiting.put(None, timeout=_END_SECONDS)
+                self._thread.join(_END_SECONDS)
 
-    def _work(self) -> None:
-        assert self._descriptor is not None
-        while True:
-            with self._news:
-                self._news.wait_for(lambda: self._lines or self._newest or self._closing)
-                lines, self._lines = self._lines, []
-                newest, self._newest = self._newest, {}
-                closing = self._closing
-            texts: dict[str, str] = {}
-            for name, text in lines:
-                texts[name] = texts.get(name, "") + text
-            for name, text in texts.items():
-                self._try(name, partial(self._append, name, text))
-            for name, make in newest.items():
-                self._try(name, partial(self._replace, name, make))
-            if closing:
-                os.close(self._descriptor)
-                return
+    def _put(self, name: str, write: Callable[[int], None]) -> None:
+        if self._thread is not None:
+            with contextlib.suppress(queue.Full):
+                self._waiting.put_nowait((name, write))
 
-    def _try(self, name: str, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except Exception as error:
-            if name not in self._warned:
-                self._warned.add(name)
-                why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-                self._warn(f"{self._folder / name} cannot be written: {why}. The run goes on without it")
+    def _work(self, descriptor: int) -> None:
+        while (waiting := self._waiting.get()) is not None:
+            name, write = waiting
+            try:
+                write(descriptor)
+            except Exception as error:
+                if name not in self._warned:
+                    self._warned.add(name)
+                    why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+                    self._warn(f"{self._folder / name} cannot be written: {why}. The run goes on without it")
+        os.close(descriptor)
 
-    def _replace(self, name: str, make: Callable[[], Any]) -> None:
-        assert self._descriptor is not None
-        run_files.write_at(self._descriptor, name, json.dumps(finite(make())) + "\n")
 
-    def _append(self, name: str, text: str) -> None:
-        assert self._descriptor is not None
-        descriptor = run_files.open_at(self._descriptor, name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        try:
-            # In one write, so that the lines of several writers do not mix.
-            data = text.encode()
-            while data:
-                data = data[os.write(descriptor, data) :]
-        finally:
-            os.close(descriptor)
+def _append(folder: int, name: str, text: str) -> None:
+    descriptor = run_files.open_at(folder, name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        # In one write, so that the lines of several writers do not mix.
+        data = text.encode()
+        while data:
+            data = data[os.write(descriptor, data) :]
+    finally:
+        os.close(descriptor)

@@ -29,16 +29,6 @@ class Curve:
     not_finite: list[float] = field(default_factory=list)  # steps at which it was no number
 
 
-@dataclass(frozen=True)
-class Points:
-    """A curve to draw. Where several values became one point, it is their mean, between the lowest and the highest."""
-
-    steps: tuple[float, ...]
-    means: tuple[float, ...]
-    low: tuple[float, ...] = ()  # empty where every value is a point
-    high: tuple[float, ...] = ()
-
-
 def curves(rows: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
     found: dict[str, Curve] = {}
     for row in rows:
@@ -59,28 +49,24 @@ def curves(rows: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
     return found
 
 
-def thinned(curve: Curve, most: int) -> Points:
-    """Returns at most so many points, each of the same number of neighbouring values."""
+def thinned(curve: Curve, most: int) -> dict[str, list[float]]:
+    """Returns at most so many points `x` and `y`, each the mean of the same number of neighbouring values.
+
+    Where several values became one, `low` and `high` are the lowest and the highest of them.
+    """
     steps, values = curve.steps, curve.values
     if any(after < before for before, after in itertools.pairwise(steps)):
         order = sorted(range(len(steps)), key=steps.__getitem__)
         steps, values = [steps[at] for at in order], [values[at] for at in order]
     count = len(steps)
     if count <= most:
-        return Points(tuple(steps), tuple(values))
+        return {"x": steps, "y": values}
     bounds = [count * at // most for at in range(most + 1)]
     parts = [values[begin:end] for begin, end in itertools.pairwise(bounds)]
-    return Points(
-        steps=tuple(steps[end - 1] for end in bounds[1:]),
-        means=tuple(_mean(part) for part in parts),
-        low=tuple(map(min, parts)),
-        high=tuple(map(max, parts)),
-    )
-
-
-def _mean(part: Sequence[float]) -> float:
-    mean = math.fsum(each / len(part) for each in part)
-    return min(max(mean, min(part)), max(part))
+    means = [math.fsum(each / len(part) for each in part) for part in parts]
+    low, high = [min(part) for part in parts], [max(part) for part in parts]
+    within = [min(max(mean, least), largest) for mean, least, largest in zip(means, low, high, strict=True)]
+    return {"x": [steps[end - 1] for end in bounds[1:]], "y": within, "low": low, "high": high}
 
 
 # Together these keep a page below 2 MB.
@@ -165,15 +151,15 @@ def _facts(run: Run) -> list[list[str]]:
 
 def _series(curve: Curve, most: int) -> dict[str, Any]:
     points = thinned(curve, most)
-    found: dict[str, Any] = {"x": _numbers(points.steps, 12), "y": _numbers(points.means)}
-    if points.low:
-        found |= {"low": _numbers(points.low), "high": _numbers(points.high), "of": len(curve.steps)}
+    found: dict[str, Any] = {name: _numbers(each, 12 if name == "x" else 5) for name, each in points.items()}
+    if "low" in points:
+        found["of"] = len(curve.steps)
     if curve.not_finite:
         found |= {"bad": _numbers(curve.not_finite[:_MARKS], 12), "bad_count": len(curve.not_finite)}
     return found
 
 
-def _numbers(values: Sequence[float], digits: int = 5) -> list[float]:
+def _numbers(values: Sequence[float], digits: int) -> list[float]:
     rounded = (float(f"{value:.{digits}g}") for value in values)
     return [int(value) if value.is_integer() and abs(value) < 1e15 else value for value in rounded]
 

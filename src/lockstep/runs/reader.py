@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from lockstep.config.load import parse_yaml
 from lockstep.config.plain import LONGEST_CONFIG
 from lockstep.config.strategy import MESH_TYPES
 from lockstep.errors import ConfigError
-from lockstep.record.lease import Holder
-from lockstep.record.run_folder import CONFIG_FILE, RUNNING, SUMMARY_FILE, TOPOLOGY_FILE
+from lockstep.record import folder_lock
+from lockstep.record.run_folder import CONFIG_FILE, RUNNING, START_FILES, SUMMARY_FILE, TOPOLOGY_FILE
 from lockstep.runs.records import (
     Entry,
     Lags,
@@ -40,10 +40,11 @@ from lockstep.runs.records import (
     whole,
 )
 
-_LAUNCH_FILE = "launch.yaml"  # how a script with its own loop was started
+_LAUNCH_FILE = START_FILES[1]  # how a script with its own loop was started
 # A run whose process cannot be seen from here is running if it wrote something within this time, else lost.
 ALIVE_SECONDS = 60.0
 LOST = "lost"  # it writes nothing any more, and did not write how it ended
+QUEUED = "queued"  # the job has not begun
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,6 @@ class RankPlace:
     host: str = ""
     device: str = ""
     physical_device: str = ""
-    pid: int | None = None
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,6 @@ class Topology:
 class Failure:
     at: float | None
     headline: str
-    rank: int | None = None
-    host: str = ""
     traceback: str = ""
     restarted: bool = False  # the run went on by itself
 
@@ -120,33 +118,83 @@ def is_run(folder: Path) -> bool:
     return any(run_files.is_file(folder / name) for name in (CONFIG_FILE, SUMMARY_FILE, _LAUNCH_FILE))
 
 
-def read_run(
-    folder: Path, now: float | None = None, over: bool = False, rows: Sequence[Mapping[str, Any]] | None = None
-) -> Run:
+def is_surely_run(folder: Path) -> bool:
+    """Whether a folder is that of a run, and no link or project with a config.yaml."""
+    return (
+        folder.is_dir()
+        and not folder.is_symlink()
+        and any(run_files.is_file(folder / name) for name in START_FILES)
+        and (run_files.is_file(folder / SUMMARY_FILE) or run_files.is_folder(folder / "logs"))
+    )
+
+
+def run_folders(root: Path) -> Iterator[Path]:
+    """Yields the folders of the runs in a folder, and of the runs of sweeps in it."""
+    for folder in _below(root):
+        if is_run(folder):
+            yield folder
+        else:
+            yield from (each for each in _below(folder) if is_run(each))
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    with contextlib.suppress(OSError):
+        for each in sorted(folder.iterdir()):
+            if each.is_dir() and not each.is_symlink() and not each.name.startswith("."):
+                yield each
+
+
+def last_change(folder: Path) -> float:
+    """Returns when something was last written to a run's folder."""
+    times = []
+    for name in ("live.json", "metrics.jsonl", SUMMARY_FILE, "logs", *START_FILES):
+        with contextlib.suppress(OSError):
+            times.append((folder / name).lstat().st_mtime)
+    return max(times, default=0.0)
+
+
+@dataclass(frozen=True)
+class State:
+    """How a run is, by its small files."""
+
+    status: str
+    summary: Mapping[str, Any]
+    timeline: Sequence[Entry]
+    live: Live | None
+
+
+def read_state(folder: Path, now: float | None = None, over: bool = False) -> State:
+    """`over` says that no process works on it any more."""
+    summary, timeline, live = read_json(folder / SUMMARY_FILE), read_timeline(folder), read_live(folder)
+    at_work = False if over else folder_lock.is_at_work(folder)
+    if not (summary or timeline or live or at_work):
+        return State(QUEUED, summary, timeline, live)
+    status = status_of(summary, timeline, live, time.time() if now is None else now, at_work)
+    return State(status, summary, timeline, live)
+
+
+def read_run(folder: Path, now: float | None = None, over: bool = False) -> Run:
     """Reads a run; raises ConfigError where there is none. `over` says that no process works on it any more."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not the folder of a run: there is no such folder")
     if not is_run(folder):
         raise ConfigError(f"{folder} is not the folder of a run: it holds neither {CONFIG_FILE} nor {SUMMARY_FILE}")
-    config, summary = _config(folder), read_json(folder / SUMMARY_FILE)
-    timeline, live = read_timeline(folder), read_live(folder)
-    at_work = False if over else holder_is_there(folder)
-    status = status_of(summary, timeline, live, time.time() if now is None else now, at_work)
-    until = live.at if live is not None and status in (RUNNING, LOST) else None
+    config, state = _config(folder), read_state(folder, now, over)
+    until = state.live.at if state.live is not None and state.status in (RUNNING, LOST) else None
     return Run(
         folder=folder,
         name=folder.resolve().name,
         config=config,
-        summary=summary,
-        status=status,
-        rows=_rows(folder) if rows is None else rows,
-        timeline=timeline,
-        spans=spans_of(timeline, until),
+        summary=state.summary,
+        status=state.status,
+        rows=[row for row in read_lines(folder / "metrics.jsonl") if number(row.get("step")) is not None],
+        timeline=state.timeline,
+        spans=spans_of(state.timeline, until),
         lags=read_lags(folder),
-        live=live,
+        live=state.live,
         topology=_topology(folder, config),
         checkpoints=_checkpoints(folder, config),
-        failures=_failures(summary, timeline, status),
+        failures=_failures(state),
     )
 
 
@@ -169,16 +217,6 @@ def status_of(
     return LOST if said == RUNNING else said
 
 
-def holder_is_there(folder: Path) -> bool | None:
-    """Whether a process holds the folder; None where that cannot be known, because it is on another host."""
-    for name in (".lock", ".lock-rank"):
-        with contextlib.suppress(OSError):
-            holder = Holder.decode(run_files.read_bytes(folder / name, 4096))
-            if holder is not None and not (holder.is_here and holder.is_gone):
-                return True if holder.is_here else None
-    return None if not (folder / ".lock").exists() else False
-
-
 def _config(folder: Path) -> dict[str, Any]:
     for name in (CONFIG_FILE, _LAUNCH_FILE):
         with contextlib.suppress(OSError, yaml.YAMLError, ConfigError, RecursionError, ValueError):
@@ -187,10 +225,6 @@ def _config(folder: Path) -> dict[str, Any]:
                 settings = found.get("settings") if name == _LAUNCH_FILE else None
                 return settings if isinstance(settings, dict) else found
     return {}
-
-
-def _rows(folder: Path) -> list[dict[str, Any]]:
-    return [row for row in read_lines(folder / "metrics.jsonl") if number(row.get("step")) is not None]
 
 
 def _topology(folder: Path, config: Mapping[str, Any]) -> Topology:
@@ -240,14 +274,14 @@ def _checkpoint(storage: CheckpointStorage, step: int) -> SavedCheckpoint | None
     return replace(read, size=size)
 
 
-def _failures(summary: Mapping[str, Any], timeline: Sequence[Entry], status: str) -> list[Failure]:
+def _failures(state: State) -> list[Failure]:
     found = [
-        Failure(each.at, _headline(each), each.rank, each.host, each.traceback, each.kind == "restart")
-        for each in timeline
+        Failure(each.at, _headline(each), each.traceback, each.kind == "restart")
+        for each in state.timeline
         if each.kind == "restart" or (each.kind == "end" and each.status == "failed")
     ]
-    if status == "failed" and not any(not each.restarted for each in found):
-        found.append(Failure(None, text(summary.get("reason")) or "no rank said why"))
+    if state.status == "failed" and all(each.restarted for each in found):
+        found.append(Failure(None, text(state.summary.get("reason")) or "no rank said why"))
     return found
 
 

@@ -6,49 +6,32 @@ is refused. On any other address, a request must bring the token that was printe
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hmac
 import ipaddress
 import json
-import os
 import secrets
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit
 
-from lockstep import run_files
 from lockstep.config.plain import finite
 from lockstep.errors import ConfigError, LaunchError
-from lockstep.record.run_folder import SUMMARY_FILE
 from lockstep.record.timeline import newest_row
 from lockstep.runs.data import page_data
 from lockstep.runs.findings import kind_of
-from lockstep.runs.reader import Run, holder_is_there, is_run, read_run, status_of
-from lockstep.runs.records import number, read_json, read_live, read_timeline
+from lockstep.runs.reader import Run, is_run, last_change, read_run, read_state, run_folders
+from lockstep.runs.records import number
 from lockstep.runs.report import policy, served_page
 
 _LISTED = 500
-_KEPT = 16  # runs whose rows are kept
 _SHOWN = 4  # metrics of a run in the list
-
-
-@dataclass
-class _Rows:
-    """The rows of a growing file, up to where it was read."""
-
-    file: tuple[int, int] = (0, 0)
-    offset: int = 0
-    rows: list[dict[str, Any]] = field(default_factory=list)
 
 
 class RunsFolder:
@@ -56,107 +39,45 @@ class RunsFolder:
 
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
-        self.alone = is_run(self.root)  # it is itself the folder of a run
-        self._rows: dict[str, _Rows] = {}
-        self._lock = threading.Lock()
 
-    def names(self) -> list[str]:
-        if self.alone:
-            return [self.root.name]
-        found = [(_changed(folder), str(folder.relative_to(self.root))) for folder in self._folders()]
-        return [name for _, name in sorted(found, reverse=True)]
+    def folders(self) -> dict[str, Path]:
+        """Returns all runs by name, the one that was written to last first."""
+        if is_run(self.root):
+            return {self.root.name: self.root}
+        found = sorted(run_folders(self.root), key=last_change, reverse=True)
+        return {str(folder.relative_to(self.root)): folder for folder in found}
 
     def read(self, name: str) -> Run:
-        folder = self.path(name)
-        with self._lock:
-            return read_run(folder, rows=list(self._newest_rows(name, folder / "metrics.jsonl")))
-
-    def path(self, name: str) -> Path:
-        if self.alone and name == self.root.name:
-            return self.root
-        parts = Path(name).parts
-        folder = (self.root / name).resolve() if parts and "\0" not in name else self.root
-        hidden = any(part.startswith(".") for part in parts)  # `..` too
-        outside = folder == self.root or not folder.is_relative_to(self.root)
-        if hidden or outside or len(parts) > 2 or not is_run(folder):
+        folder = self.folders().get(name)
+        if folder is None:
             raise ConfigError(f"there is no run {name!r} in {self.root}")
-        return folder
+        return read_run(folder)
 
     def listed(self) -> dict[str, Any]:
-        names = self.names()
+        found = list(self.folders().items())
         return {
             "title": f"Runs in {self.root.name}",
-            "list": [self._brief(name) for name in names[:_LISTED]],
-            "more": max(len(names) - _LISTED, 0),
+            "list": [_brief(name, folder) for name, folder in found[:_LISTED]],
+            "more": max(len(found) - _LISTED, 0),
             "link": "run",
         }
 
-    def _brief(self, name: str) -> dict[str, Any]:
-        folder = self.path(name)
-        summary, live = read_json(folder / SUMMARY_FILE), read_live(folder)
-        status = status_of(summary, read_timeline(folder), live, time.time(), holder_is_there(folder))
-        row = newest_row(folder / "metrics.jsonl") or {}
-        metrics = summary.get("metrics") if status != "running" else row
-        known = metrics if isinstance(metrics, dict) and metrics else row
-        values = [(key, number(value)) for key, value in known.items() if key not in ("step", "epoch")]
-        words = [f"{key} {value:.4g}" for key, value in values if value is not None]
-        steps = [number(summary.get("step")), number(row.get("step"))]
-        return {
-            "name": name,
-            "status": status,
-            "kind": kind_of(status),
-            "step": int(max((each for each in steps if each is not None), default=0)),
-            "metrics": " · ".join(words[:_SHOWN]),
-            "at": round(_changed(folder)),
-        }
 
-    def _folders(self) -> Iterator[Path]:
-        for folder in _below(self.root):
-            if is_run(folder):
-                yield folder
-            else:
-                yield from (each for each in _below(folder) if is_run(each))
-
-    def _newest_rows(self, name: str, file: Path) -> list[dict[str, Any]]:
-        """Returns all rows; of a file that only grew, the new ones are read."""
-        known = self._rows.pop(name, None) or _Rows()
-        self._rows[name] = known
-        while len(self._rows) > _KEPT:
-            del self._rows[next(iter(self._rows))]
-        with contextlib.suppress(OSError), run_files.open_file(file) as stream:
-            about = os.fstat(stream.fileno())
-            same = (about.st_dev, about.st_ino)
-            if known.file != same or about.st_size < known.offset:  # it was written anew, as by a restart
-                known.file, known.offset, known.rows = same, 0, []
-            _read_on(stream, known)
-        return known.rows
-
-
-def _read_on(stream: BinaryIO, known: _Rows) -> None:
-    stream.seek(known.offset)
-    for length, line in run_files.lines(stream):
-        if not line.endswith(b"\n"):
-            return  # still being written
-        known.offset += length
-        with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            if isinstance(row, dict) and number(row.get("step")) is not None:
-                known.rows.append(row)
-
-
-def _below(folder: Path) -> Iterator[Path]:
-    with contextlib.suppress(OSError):
-        for each in sorted(folder.iterdir()):
-            if each.is_dir() and not each.is_symlink() and not each.name.startswith("."):
-                yield each
-
-
-def _changed(folder: Path) -> float:
-    times = []
-    for name in ("live.json", "metrics.jsonl", "summary.json", "config.yaml"):
-        with contextlib.suppress(OSError):
-            times.append((folder / name).lstat().st_mtime)
-    return max(times, default=0.0)
+def _brief(name: str, folder: Path) -> dict[str, Any]:
+    state, row = read_state(folder), newest_row(folder / "metrics.jsonl") or {}
+    metrics = state.summary.get("metrics") if state.status != "running" else row
+    known = metrics if isinstance(metrics, dict) and metrics else row
+    values = [(key, number(value)) for key, value in known.items() if key not in ("step", "epoch")]
+    words = [f"{key} {value:.4g}" for key, value in values if value is not None]
+    steps = [number(state.summary.get("step")), number(row.get("step"))]
+    return {
+        "name": name,
+        "status": state.status,
+        "kind": kind_of(state.status),
+        "step": int(max((each for each in steps if each is not None), default=0)),
+        "metrics": " · ".join(words[:_SHOWN]),
+        "at": round(last_change(folder)),
+    }
 
 
 _COOKIE = "lockstep_token"
@@ -186,9 +107,13 @@ class Server(ThreadingHTTPServer):
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:
-            raise LaunchError(_refused(host, port, error)) from None
-        except OverflowError:
-            raise ConfigError(f"--port {port}: a port is a number from 0 to 65535") from None
+            if error.errno == errno.EADDRINUSE:
+                raise LaunchError(
+                    f"--port {port}: already in use on {host}. Name another one; 0 is any that is free"
+                ) from None
+            raise LaunchError(
+                f"--host {host} --port {port}: nothing can listen there: {error.strerror or error}"
+            ) from None
 
     def server_bind(self) -> None:
         """Binds without a name server lookup, which http.server does."""
@@ -205,14 +130,6 @@ class Server(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignores a browser that went away."""
-
-
-def _refused(host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"--port {port}: already in use on {host}. Name another one; 0 is any that is free"
-    if error.errno == errno.EACCES:
-        return f"--port {port}: only root may listen there. Name one from 1024 on; 0 is any that is free"
-    return f"--host {host} --port {port}: nothing can listen there: {error.strerror or error}"
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,12 +22,10 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.record import folder_lock, run_folder
 from lockstep.record.timeline import newest_row
 from lockstep.runs.findings import duration
-from lockstep.runs.reader import LOST, holder_is_there, status_of
-from lockstep.runs.records import number, read_live, read_timeline, whole
+from lockstep.runs.reader import LOST, is_surely_run, last_change, read_state, run_folders
+from lockstep.runs.records import number, whole
 from lockstep.shown import brief, in_a_line
 
-QUEUED = "queued"  # the job has not begun
-_STARTS = (run_folder.CONFIG_FILE, "launch.yaml")  # the second: of a script with its own loop
 _STAMP = re.compile(r"-(\d{8}-\d{6})(?:-\d+)?$")
 _LONGEST_REASON = 60
 # The section of a config: to parse all of it takes ten times as long, and there may be a thousand runs.
@@ -57,57 +54,31 @@ class Listed:
         return {**asdict(self), "folder": str(self.folder)}
 
 
-def is_surely_run(folder: Path) -> bool:
-    """Whether a folder is that of a run, and no link or project with a config.yaml."""
-    return (
-        folder.is_dir()
-        and not folder.is_symlink()
-        and any(run_files.is_file(folder / name) for name in _STARTS)
-        and (run_files.is_file(folder / run_folder.SUMMARY_FILE) or run_files.is_folder(folder / "logs"))
-    )
-
-
 def found(folder: Path) -> list[Listed]:
     """Returns all runs of a folder, and those of the sweeps in it."""
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: there is no such folder; runs are in runs/, or where --out was")
     if is_surely_run(folder):
         raise ConfigError(f"{folder} is a run itself: name the folder that it is in")
-    runs = []
-    for each in _folders(folder):
-        if is_surely_run(each):
-            runs.append(listed(each, each.name))
-        elif run_files.is_file(each / "sweep.yaml"):
-            runs += [listed(trial, f"{each.name}/{trial.name}") for trial in _folders(each) if is_surely_run(trial)]
-    return runs
+    return [listed(each, str(each.relative_to(folder))) for each in run_folders(folder) if is_surely_run(each)]
 
 
-def listed(folder: Path, name: str = "") -> Listed:
-    summary = run_folder.read_summary(folder)
-    holder, live = folder_lock.held_by(folder), read_live(folder)
-    timeline = read_timeline(folder)
-    at_work = True if holder is not None else holder_is_there(folder)
-    known = bool(summary or timeline or live or holder)
-    status = status_of(summary, timeline, live, time.time(), at_work) if known else QUEUED
+def listed(folder: Path, name: str) -> Listed:
+    state, holder = read_state(folder), folder_lock.held_by(folder)
+    status, summary, running = state.status, state.summary, state.status == run_folder.RUNNING
     last = newest_row(folder / "metrics.jsonl") or {}
     metric, mode = _judged_by(folder)
     best, best_step = _best(folder, summary, mode)
     started = _started(folder)
-    changed = max(
-        [started, *(_written(folder / each) for each in ("summary.json", "metrics.jsonl", "live.json", "logs"))]
-    )
+    changed = max(started, last_change(folder))
     seconds = number(summary.get("seconds"))
-    if status in (run_folder.RUNNING, LOST):
-        seconds = (time.time() if status == run_folder.RUNNING else changed) - started
+    if running or status == LOST:
+        seconds = (time.time() if running else changed) - started
     return Listed(
         folder=folder,
-        name=name or folder.name,
+        name=name,
         status=status,
-        reason=str(summary.get("reason") or "").strip().split("\n")[0] if status != run_folder.RUNNING else "",
+        reason="" if running else str(summary.get("reason") or "").strip().split("\n")[0],
         epoch=_newest(summary.get("epoch"), last.get("epoch")),
-        step=_newest(
-            summary.get("step"), last.get("step"), live.step if live and status == run_folder.RUNNING else None
-        ),
+        step=_newest(summary.get("step"), last.get("step"), state.live.step if state.live and running else None),
         metric=metric if best is not None else None,
         mode=mode,
         best=best,
@@ -126,16 +97,13 @@ def _newest(*values: Any) -> int | None:
 
 def matching(runs: Iterable[Listed], statuses: Sequence[str], patterns: Sequence[str]) -> list[Listed]:
     """Returns the runs with one of the statuses and a name that fits a pattern; a plain word fits anywhere in it."""
+    wanted = [each if any(sign in each for sign in "*?[") else f"*{each}*" for each in patterns]
     return [
         each
         for each in runs
         if (not statuses or each.status.replace(" ", "-") in statuses)
-        and (not patterns or any(_fits(each.name, pattern) for pattern in patterns))
+        and (not wanted or any(fnmatch.fnmatchcase(each.name, pattern) for pattern in wanted))
     ]
-
-
-def _fits(name: str, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(name, pattern if any(each in pattern for each in "*?[") else f"*{pattern}*")
 
 
 SORTS: dict[str, Callable[[Listed], float | str | None]] = {
@@ -151,8 +119,8 @@ SORTS: dict[str, Callable[[Listed], float | str | None]] = {
 def ordered(runs: Iterable[Listed], by: str = "started", reverse: bool = False) -> list[Listed]:
     """Sorts the newest, furthest, best or longest first; runs without such a value are last either way."""
     key, runs = SORTS[by], sorted(runs, key=lambda run: run.name)
-    known = [run for run in runs if key(run) is not None and key(run) == key(run)]
-    rest = [run for run in runs if not any(run is each for each in known)]
+    known = [run for run in runs if key(run) is not None]
+    rest = [run for run in runs if key(run) is None]
     return [*sorted(known, key=lambda run: key(run), reverse=reverse), *rest]  # type: ignore[arg-type,return-value]
 
 
@@ -169,14 +137,6 @@ def rows(runs: Iterable[Listed]) -> list[list[str]]:
             time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started)), why,
         ))  # fmt: skip
     return [[in_a_line(cell) for cell in row] for row in cells]
-
-
-def _folders(folder: Path) -> list[Path]:
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(folder / each.name for each in entries if each.is_dir(follow_symlinks=False))
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot be read: {error.strerror}") from None
 
 
 def _best(folder: Path, summary: Mapping[str, Any], mode: str) -> tuple[float | None, int | None]:
@@ -204,20 +164,14 @@ def _judged_by(folder: Path) -> tuple[str | None, str]:
 
 
 def _started(folder: Path) -> float:
-    match = _STAMP.search(folder.name)
     with contextlib.suppress(ValueError, OverflowError):
-        return time.mktime(time.strptime(match[1], "%Y%m%d-%H%M%S")) if match else _begun(folder)
-    return _begun(folder)
-
-
-def _begun(folder: Path) -> float:
-    return max(_written(folder / name) for name in _STARTS)
-
-
-def _written(file: Path) -> float:
-    with contextlib.suppress(OSError):
-        return file.lstat().st_mtime
-    return 0.0
+        if match := _STAMP.search(folder.name):
+            return time.mktime(time.strptime(match[1], "%Y%m%d-%H%M%S"))
+    times = []
+    for name in run_folder.START_FILES:
+        with contextlib.suppress(OSError):
+            times.append((folder / name).lstat().st_mtime)
+    return max(times, default=0.0)
 
 
 def _shown(value: int | None) -> str:

@@ -8,23 +8,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.record import folder_lock, run_folder
+from lockstep.record import run_folder
 from lockstep.record.timeline import newest_rows
 from lockstep.runs.findings import duration, first_line
-from lockstep.runs.reader import LOST, holder_is_there, status_of
-from lockstep.runs.records import (
-    Entry,
-    Live,
-    LiveRank,
-    live_of,
-    number,
-    parsed,
-    read_json,
-    read_live,
-    read_timeline,
-    text,
-    whole,
-)
+from lockstep.runs.reader import LOST, QUEUED, read_state
+from lockstep.runs.records import Entry, Live, LiveRank, live_of, number, parsed, text, whole
 from lockstep.shown import brief, in_a_line, size
 
 STALE_SECONDS = 10.0  # without a new live.json, which is written about once a second
@@ -34,7 +22,7 @@ _TAIL_BYTES = 262_144  # read from the end of metrics.jsonl
 _NAMES = 8  # metrics
 _RANKS = 16  # shown, of more those that are furthest behind
 _NOT_METRICS = ("step", "epoch")
-_BARS, _PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
+_BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
@@ -72,19 +60,18 @@ class Look:
 def look(folder: Path, now: float | None = None) -> Look:
     """Returns what is known of a run now, which is nothing for a folder that does not exist yet."""
     now = time.time() if now is None else now
-    summary, live, timeline = read_json(folder / run_folder.SUMMARY_FILE), read_live(folder), read_timeline(folder)
-    at_work = True if folder_lock.held_by(folder) is not None else holder_is_there(folder)
-    status = status_of(summary, timeline, live, now, at_work) if summary or timeline else ""
+    state = read_state(folder, now)
+    status, live, running = state.status, state.live, state.status == run_folder.RUNNING
     series = _series(newest_rows(folder / "metrics.jsonl", _TAIL_BYTES))
-    steps = [whole(summary.get("step")) if status != run_folder.RUNNING else None, live.step if live else None]
+    steps = [None if running else whole(state.summary.get("step")), live.step if live else None]
     return Look(
         folder=str(folder),
         name=folder.resolve().name,
-        status=status,
-        reason=first_line(text(summary.get("reason"))) if status != run_folder.RUNNING else "",
+        status="" if status == QUEUED else status,
+        reason="" if running else first_line(text(state.summary.get("reason"))),
         step=max((each for each in steps if each is not None), default=0),
         total_steps=live.total_steps if live else None,
-        seconds_left=_seconds_left(timeline, live) if status == run_folder.RUNNING else None,
+        seconds_left=_seconds_left(state.timeline, live) if running else None,
         age=None if live is None else live.age(now),
         live=live,
         series=series,
@@ -109,14 +96,13 @@ def look_of(found: Mapping[str, Any]) -> Look:
     )
 
 
-def sparkline(values: Sequence[float], plain: bool = False) -> str:
-    bars = _PLAIN_BARS if plain else _BARS
+def sparkline(values: Sequence[float]) -> str:
     shown = values[-_POINTS:]
     if not shown:
         return ""
     least, most = min(shown), max(shown)
     span = most - least
-    return "".join(bars[round((each - least) / span * (len(bars) - 1)) if span else 0] for each in shown)
+    return "".join(_BARS[round((each - least) / span * (len(_BARS) - 1)) if span else 0] for each in shown)
 
 
 def headline(seen: Look) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.config.plain import did_you_mean
 from lockstep.doctor.machine import fit_together, version_of
 from lockstep.errors import ConfigError
 from lockstep.runtime.gpus import gpu_count
@@ -141,9 +141,7 @@ def named(patterns: Iterable[str], option: str) -> set[str]:
     for pattern in patterns:
         matching = fnmatch.filter(names, pattern)
         if not matching:
-            nearest = difflib.get_close_matches(pattern, names, n=1, cutoff=0.5)
-            advice = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(names)}"
-            raise ConfigError(f"{option} {pattern}: no combination has this name; {advice}")
+            raise ConfigError(f"{option} {pattern}: no combination has this name, {did_you_mean(pattern, names)}")
         found.update(matching)
     return found
 
@@ -154,7 +152,7 @@ def missing(combination: Combination) -> str | None:
         if version_of(package) is None:
             return f"{package} is not installed"
     torch, torch_xla = version_of("torch"), version_of("torch_xla")
-    if "torch_xla" in combination.packages and not fit_together(str(torch), str(torch_xla)):
+    if "torch_xla" in combination.packages and not fit_together(torch, torch_xla):
         return f"torch_xla {torch_xla} does not fit torch {torch}"
     if combination.gpus and (present := gpu_count()) < combination.gpus:
         wanted = "a GPU" if combination.gpus == 1 else f"{combination.gpus} GPUs"

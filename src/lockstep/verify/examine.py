@@ -7,8 +7,7 @@ import json
 import shutil
 import signal
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.record.run_folder import CONFIG_FILE
 from lockstep.verify import trial
 from lockstep.verify.combinations import COMBINATIONS, REFERENCE, USUAL, Combination, halfway, missing, named, needed
-from lockstep.verify.findings import (
+from lockstep.verify.report import (
     Asked,
     Comparison,
     Judged,
@@ -32,8 +31,7 @@ from lockstep.verify.findings import (
     metrics_apart,
     tolerance,
 )
-from lockstep.verify.pool import RunPool
-from lockstep.verify.trial import Trial
+from lockstep.verify.trial import RunPool, Trial
 
 
 def examine(asked: Asked, work: Path, say: Callable[[str], None]) -> Report:
@@ -57,7 +55,7 @@ def examine(asked: Asked, work: Path, say: Callable[[str], None]) -> Report:
 
 def _compared(runs: _Runs, others: Sequence[Combination], report: Report) -> Report:
     reference = report.rows[0].fresh.trial
-    fresh = runs.each(others, lambda each: runs.from_the_start(each, reference), "from the start")
+    fresh = runs.each(others, lambda each: runs.judge(runs.train(each), reference.losses, reference), "from the start")
     rows = [*report.rows, *(Row(each, fresh[each.name]) for each in others)]
     report = replace(report, rows=rows, batch_norm=batch_statistics(_folder(reference)))
     if draws_random_numbers(_folder(reference)):
@@ -97,15 +95,12 @@ class _Runs:
         return found | {each.name: judged(each) for each in combinations if each.alone}
 
     def reference(self) -> Judged:
-        run = self._train(REFERENCE)
+        run = self.train(REFERENCE)
         without = [step for step in range(1, self.asked.steps + 1) if step not in run.losses]
         if without and not run.failure:
             failure = f"it wrote no loss of step {without[0]}: did the task stop it, or skip that step?"
             run = replace(run, failure=failure)
-        return Judged("failed", run, reason=run.failure) if run.failure else Judged("reference", run)
-
-    def from_the_start(self, combination: Combination, reference: Trial) -> Judged:
-        return self._judge(self._train(combination), reference.losses, reference.metrics)
+        return Judged("failed", run) if run.failure else Judged("reference", run)
 
     def control(self, reference: Trial) -> Comparison | None:
         """Runs one process with its batches in halves. It shows how far rounding alone takes this training, and at step
@@ -114,7 +109,7 @@ class _Runs:
         if self.config.train.batch_size % parts:
             return None
         halves = (*REFERENCE.overrides, f"train.accumulate={parts}")
-        run = self._train(replace(REFERENCE, name=f"{REFERENCE.name}-in-halves", overrides=halves))
+        run = self.train(replace(REFERENCE, name=f"{REFERENCE.name}-in-halves", overrides=halves))
         return None if run.failure else compare(reference.losses, run.losses, self.allowed)
 
     def ring(self, rows: list[Row], reference: Trial) -> list[Row]:
@@ -134,23 +129,23 @@ class _Runs:
             self.say(f"{name}: from the checkpoint of {before} at step {half}")
             run = _handed_over(giver.fresh.trial, taker.fresh.trial, half, self.work / f"{name}-resumed")
             resumed = trial.resume(combination, run, self.asked.limit, self.pool)
-            return replace(self._judge(resumed, rest, reference.metrics), resumed_from=before)
+            return replace(self.judge(resumed, rest, reference), resumed_from=before)
 
         resumed = self.each([row.combination for row in good], resume, "resumed")
         return [replace(row, resumed=resumed.get(row.combination.name)) for row in rows]
 
-    def _train(self, combination: Combination) -> Trial:
+    def train(self, combination: Combination) -> Trial:
         self.say(f"{combination.name}: {self.asked.steps} steps")
         overrides = (*USUAL, *self.asked.overrides, *needed(self.asked.steps), *combination.overrides)
         out = self.work / combination.name
         return trial.train(combination, self.asked.config, overrides, out, self.asked.limit, self.pool)
 
-    def _judge(self, run: Trial, reference: Losses, metrics: Mapping[str, float]) -> Judged:
+    def judge(self, run: Trial, losses: Losses, reference: Trial) -> Judged:
         if run.failure:
-            return Judged("failed", run, reason=run.failure)
-        comparison = compare(reference, run.losses, self.allowed)
-        names = metrics_apart(metrics, run.metrics, self.allowed)
-        apart = {name: (run.metrics.get(name), metrics.get(name)) for name in names}
+            return Judged("failed", run)
+        comparison = compare(losses, run.losses, self.allowed)
+        names = metrics_apart(reference.metrics, run.metrics, self.allowed)
+        apart = {name: (run.metrics.get(name), reference.metrics.get(name)) for name in names}
         verdict: Verdict = "agrees" if comparison.agrees and not apart else "differs"
         return Judged(verdict, run, comparison, metrics_apart=apart)
 
@@ -202,40 +197,25 @@ def batch_statistics(run: Path) -> list[str]:
     return [name.removesuffix(".running_mean") for name in names if name.endswith(".running_mean")]
 
 
-@dataclass
-class Place:
-    path: Path
-    keep: bool
-
-
 @contextlib.contextmanager
-def work_folder(out: Path | None) -> Iterator[Place]:
-    """Creates the folder that was asked for, or a temporary one that is removed unless it is to be kept."""
-    if out is None:
-        place = Place(Path(tempfile.mkdtemp(prefix="lockstep-verify-")), keep=False)
-    else:
+def work_folder(out: Path | None) -> Iterator[tuple[Path, contextlib.ExitStack]]:
+    """Yields the folder that was asked for, or a temporary one, with what removes it in the end: `pop_all` keeps it.
+
+    SIGTERM and SIGHUP raise KeyboardInterrupt meanwhile, as Ctrl-C does: nothing stays behind.
+    """
+    with contextlib.ExitStack() as ending:
+        if out is None:
+            folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
+            ending.callback(shutil.rmtree, folder, ignore_errors=True)
+        else:
+            try:
+                out.mkdir(parents=True)
+            except OSError as error:
+                raise ConfigError(f"--out {out}: a new folder cannot be made there: {error.strerror}") from None
+            folder = out.resolve()
+        before = {each: signal.signal(each, signal.default_int_handler) for each in (signal.SIGTERM, signal.SIGHUP)}
         try:
-            out.mkdir(parents=True)
-        except OSError as error:
-            raise ConfigError(f"--out {out}: a new folder cannot be made there: {error.strerror}") from None
-        place = Place(out.resolve(), keep=True)
-    try:
-        with _ending_like_an_interrupt():
-            yield place
-    finally:
-        if not place.keep:
-            shutil.rmtree(place.path, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _ending_like_an_interrupt() -> Iterator[None]:
-    """Has SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does: nothing stays behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+            yield folder, ending
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

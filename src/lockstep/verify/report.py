@@ -1,14 +1,136 @@
-"""Shows a comparison: a table for people, the same in Markdown, an object for programs."""
+"""Compares losses and metrics, and shows what was found: a table for people, Markdown, an object for programs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
 from lockstep.config.plain import columns, finite
-from lockstep.verify.combinations import halfway
-from lockstep.verify.findings import Comparison, Judged, Report, Row
+from lockstep.verify.combinations import Combination, halfway
+from lockstep.verify.trial import Trial
+
+Losses = Mapping[int, float]
+Verdict = Literal["reference", "agrees", "differs", "failed", "random"]
+
+# Per step, relative; docs/verify.md says where it comes from. That of fp8 is a guess: ten times that of bf16.
+TOLERANCE_PER_STEP = {"float32": 2e-6, "tf32": 1e-3, "bf16": 2e-3, "fp16": 2e-3, "fp8": 2e-2}
+
+# Of a metric at the end, relative: of a hundred examples, one.
+METRIC_TOLERANCE = 0.01
+
+
+def tolerance(precision: str, steps: int) -> float:
+    """Returns the difference that another order of summation may make after so many steps, with room to spare."""
+    return TOLERANCE_PER_STEP[precision] * steps
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The largest relative difference, the first step at which it is more than allowed, and the difference there."""
+
+    largest: float
+    first_step: int | None = None
+    at_first: float = 0.0
+
+    @property
+    def agrees(self) -> bool:
+        return self.first_step is None
+
+
+def compare(reference: Losses, losses: Losses, allowed: float) -> Comparison:
+    """Compares step by step. A step that only one of them has is infinitely different."""
+    apart = {step: _apart(reference.get(step), losses.get(step)) for step in sorted({*reference, *losses})}
+    first = next((step for step, difference in apart.items() if not difference <= allowed), None)
+    return Comparison(max(apart.values(), default=math.inf), first if apart else 0, apart.get(first or 0, 0.0))
+
+
+def metrics_apart(reference: Mapping[str, float], metrics: Mapping[str, float], allowed: float) -> dict[str, float]:
+    """Returns the final metrics that differ by more than is allowed, and by how much.
+
+    A loss moves with the weights. Other metrics may jump: one example on the other side of a threshold is no fault.
+    """
+    apart = {name: _apart(reference.get(name), metrics.get(name)) for name in sorted({*reference, *metrics})}
+    return {
+        name: difference
+        for name, difference in apart.items()
+        if not difference <= (allowed * 10 if "loss" in name else max(allowed, METRIC_TOLERANCE))
+    }
+
+
+def _apart(reference: float | None, other: float | None) -> float:
+    if reference is None or other is None or not (math.isfinite(reference) and math.isfinite(other)):
+        return math.inf
+    if reference == other:
+        return 0.0
+    return abs(other - reference) / abs(reference) if reference else math.inf
+
+
+@dataclass(frozen=True)
+class Asked:
+    config: Path
+    steps: int
+    overrides: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    require: tuple[str, ...] = ()
+    tolerance: float | None = None
+    limit: float = 300.0
+    resume: bool = True
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A run and its verdict."""
+
+    verdict: Verdict
+    trial: Trial
+    comparison: Comparison | None = None
+    metrics_apart: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)  # here, reference
+    resumed_from: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A combination: from the start, and from another's checkpoint (None where that was not tried)."""
+
+    combination: Combination
+    fresh: Judged
+    resumed: Judged | None = None
+
+    @property
+    def good(self) -> bool:
+        runs = [self.fresh] if self.resumed is None else [self.fresh, self.resumed]
+        return all(each.verdict in ("reference", "agrees") for each in runs)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The first row is the reference."""
+
+    asked: Asked
+    precision: str
+    tolerance: float
+    rows: Sequence[Row]
+    not_here: Mapping[str, str] = field(default_factory=dict)  # combinations that cannot run -> why
+    required: Collection[str] = ()
+    random: bool = False  # the task draws random numbers while it trains
+    random_arguments: Sequence[str] = ()  # of the task, that are probably the reason
+    batch_norm: Sequence[str] = ()  # layers that normalise by a rank's part of the batch
+    # The reference with its batches taken in halves: another order of summation, and nothing else.
+    control: Comparison | None = None
+
+    @property
+    def agrees(self) -> bool:
+        """At least one was compared, all that were agree, and none that is required is missing."""
+        return len(self.rows) > 1 and all(row.good for row in self.rows) and not self.required_missing
+
+    @property
+    def required_missing(self) -> dict[str, str]:
+        return {name: reason for name, reason in self.not_here.items() if name in self.required}
+
 
 _ALL_SHOWN = 5  # steps; of more, the first three and the last
 # Rounding grows from step to step. In units of the tolerance, so much at once is something else.
@@ -30,7 +152,12 @@ def conclusion(report: Report) -> str:
     required = report.required_missing
     bad = [row for row in report.rows if not row.good]
     lines = _not_here(report) + [f"{name} is required and not here: {reason}" for name, reason in required.items()]
-    lines += [_what_is_wrong(row) for row in bad if row.fresh.verdict != "random"]
+    for row in bad:
+        if row.resumed is not None and row.fresh.verdict in ("reference", "agrees"):
+            which = f", resumed from the checkpoint of {row.resumed.resumed_from},"
+            lines.append(f"{row.combination.name}{which} {_failed_or_differs(row.resumed)}")
+        elif row.fresh.verdict != "random":
+            lines.append(f"{row.combination.name} {_failed_or_differs(row.fresh)}")
     lines += [*_by_halves(report), *_by_design(report)]
     allowed = f"tolerance {report.tolerance:.3g}, {report.precision}, {report.asked.steps} steps"
     count = len(report.rows)
@@ -89,7 +216,8 @@ def _table(report: Report) -> list[list[str]]:
     rows = [head]
     for row in report.rows:
         fresh, resumed = row.fresh, row.resumed
-        losses = [_loss(row.fresh.trial.losses, step) for step in steps]
+        known = fresh.trial.losses
+        losses = [f"{known[step]:.7g}" if step in known else "none" for step in steps]
         cells = [row.combination.name, fresh.verdict, *losses, _difference(fresh)]
         if report.asked.resume:
             cells += ["-"] * 3 if resumed is None else [resumed.resumed_from, _difference(resumed), resumed.verdict]
@@ -107,10 +235,6 @@ def _not_here(report: Report) -> list[str]:
     return [f"not here: {listed}"] if listed else []
 
 
-def _loss(losses: Mapping[int, float], step: int) -> str:
-    return f"{losses[step]:.7g}" if step in losses else "none"
-
-
 def _difference(judged: Judged) -> str:
     if judged.comparison is None:
         return "-"
@@ -121,17 +245,10 @@ def _number(value: float | None) -> str:
     return "not there" if value is None else f"{value:.6g}"
 
 
-def _what_is_wrong(row: Row) -> str:
-    name, fresh, resumed = row.combination.name, row.fresh, row.resumed
-    if resumed is not None and fresh.verdict in ("reference", "agrees"):
-        return f"{name}, resumed from the checkpoint of {resumed.resumed_from}, {_failed_or_differs(resumed)}"
-    return f"{name} {_failed_or_differs(fresh)}"
-
-
 def _failed_or_differs(judged: Judged) -> str:
     log = f"; log: {judged.trial.log}"
     if judged.comparison is None:
-        return f"failed: {judged.reason}{log}"
+        return f"failed: {judged.trial.failure}{log}"
     first = judged.comparison.first_step
     if first is None:
         shown = ", ".join(f"{name} is {_number(here)} and not {_number(there)}"
@@ -208,7 +325,7 @@ def _plain(judged: Judged) -> dict[str, Any]:
     run, comparison = judged.trial, judged.comparison
     return {
         "verdict": judged.verdict,
-        "reason": judged.reason or None,
+        "reason": run.failure or None,
         "resumed_from": judged.resumed_from or None,
         "losses": {str(step): loss for step, loss in run.losses.items()},
         "largest_difference": comparison.largest if comparison else None,

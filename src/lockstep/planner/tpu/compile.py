@@ -130,7 +130,6 @@ def compiled(traced: Traced, program: bytes, target: str) -> dict[str, Any]:
         "flops": float(costs.get("flops", 0.0)),
         "bytes": float(costs.get("bytes accessed", 0.0)),
         "seconds": round(took, 1),
-        "kind": devices[0].device_kind,
         **Program(written).plain(
             [each.kind for each in traced.arguments],
             [each.shape for each in traced.arguments if each.kind == "weights"],

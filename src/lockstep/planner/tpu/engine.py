@@ -12,63 +12,39 @@ import re
 import signal
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lockstep.config.accelerators import Accelerator
 from lockstep.errors import ConfigError
-from lockstep.planner.figures import Collective, Step, Tensor, Work
-from lockstep.planner.plan import NotPlanned, kept, run_module
+from lockstep.planner.plan import Collective, NotPlanned, Step, Tensor, Work, kept, run_module
 from lockstep.planner.tpu.compile import COMPILED
 from lockstep.planner.tpu.trace import TRACED, Traced, of_crash, part
 
 _USED = re.compile(r"Used (?P<used>[\d.]+[KMGT]?) of [\d.]+[KMGT]? hbm", re.IGNORECASE)
 _PART = re.compile(r"^\s*(?P<name>program|arguments)\s+(?P<size>[\d.]+[KMGT]?)B?\s*$", re.MULTILINE)
-_ALLOCATION = re.compile(r"^\s*\d+\. Size: (?P<size>[\d.]+[KMGT]?)B?\s*$", re.MULTILINE)
-_SHAPE = re.compile(r"Shape: (?P<type>[a-z]\w*)\[(?P<dims>[\d,]*)\]")
-_SOURCE = re.compile(r'source_file="(?P<file>[^"]*)"(?: source_line=(?P<line>\d+))?')
-_NAME = re.compile(r'op_name="(?P<name>[^"]*)"')
+_WIDTHS = {"bool": 1, "uint8": 1, "int8": 1, "bfloat16": 2, "float16": 2, "int16": 2}  # others have 4 bytes
 _TIMES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_MOST = 10
 
 
-@dataclass(frozen=True)
-class Refused:
-    program: int
-    arguments: int  # 0 where it does not count them, as for a slice that is not there
-    largest: list[dict[str, Any]]
+def refused(text: str) -> tuple[int, int] | None:
+    """Parses libtpu's message for a program that does not fit; returns None for any other error.
 
-
-def refused(text: str) -> Refused | None:
-    """Parses libtpu's message for a program that does not fit; returns None for any other error."""
+    Returns the bytes of the program and of its arguments, 0 where it does not count them, as for a slice that is not
+    there.
+    """
     used = _USED.search(text)
     if used is None:
         return None
     parts = {each["name"]: size(each["size"]) for each in _PART.finditer(text)}
     arguments = parts.get("arguments", 0)
-    found = list(_ALLOCATION.finditer(text))
-    ends = [each.start() for each in found[1:]] + [len(text)]
-    return Refused(
-        parts.get("program", size(used["used"]) - arguments),
-        arguments,
-        [_allocation(each["size"], text[each.end() : end]) for each, end in zip(found, ends, strict=True)][:_MOST],
-    )
+    return parts.get("program", size(used["used"]) - arguments), arguments
 
 
 def size(text: str) -> int:
     return round(float(text.rstrip("KMGT")) * _TIMES[text[-1] if text[-1] in "KMGT" else ""])
-
-
-def _allocation(written: str, rest: str) -> dict[str, Any]:
-    shape, source, name = _SHAPE.search(rest), _SOURCE.search(rest), _NAME.search(rest)
-    return {
-        "bytes": size(written),
-        "shape": [int(each) for each in shape["dims"].split(",") if each] if shape else [],
-        "dtype": shape["type"] if shape else "",
-        "operation": name["name"] if name else "",
-        "line": f"{source['file']}:{source['line']}" if source and source["line"] else "",
-    }
 
 
 # torch_xla's own extras name these: another libtpu speaks another version of XLA's messages.
@@ -112,7 +88,7 @@ def _compiled(traced: Traced, target: Accelerator, folder: Path) -> Step:
             first = found["refused"].strip().splitlines()[0][:_SHOWN]
             log_kept = kept(f"{found['refused']}\n\n{log}")
             raise NotPlanned(f"libtpu does not compile the step for {target.type}: {first}. {log_kept}")
-        return _not_fitting(traced, said)
+        return _not_fitting(traced, *said)
     return _fitting(traced, found)
 
 
@@ -175,17 +151,16 @@ def _fitting(traced: Traced, found: Mapping[str, Any]) -> Step:
     )
 
 
-def _not_fitting(traced: Traced, said: Refused) -> Step:
+def _not_fitting(traced: Traced, program: int, arguments: int) -> Step:
     """libtpu compiles nothing then, and reports only what it would have needed."""
     exact: dict[str, int] = {}
     for each in traced.arguments:
-        exact[each.kind] = exact.get(each.kind, 0) + math.prod(part(each.shape, each.sharding)) * _width(each.dtype)
-    given = said.arguments or sum(exact.values())
-    by_kind = {**_by_kind(exact, given), "temporaries": said.program}
-    largest = [Tensor(kind="temporaries", **each) for each in said.largest]
+        held = math.prod(part(each.shape, each.sharding)) * _WIDTHS.get(each.dtype, 4)
+        exact[each.kind] = exact.get(each.kind, 0) + held
+    given = arguments or sum(exact.values())
     return _step(
-        traced, peak=given + said.program, phase="program", by_kind=by_kind, largest=largest, flops=0, bytes=0,
-        work=[], collectives=[], timeline=[], phases=[], seconds=traced.seconds,
+        traced, peak=given + program, phase="program", by_kind={**_by_kind(exact, given), "temporaries": program},
+        largest=[], flops=0, bytes=0, work=[], collectives=[], timeline=[], phases=[], seconds=traced.seconds,
     )  # fmt: skip
 
 
@@ -210,10 +185,6 @@ def _by_kind(exact: Mapping[str, int], total: int) -> dict[str, int]:
     return kinds
 
 
-def _width(dtype: str) -> int:
-    return {"bool": 1, "uint8": 1, "int8": 1, "bfloat16": 2, "float16": 2, "int16": 2}.get(dtype, 4)
-
-
 def collectives(
     exchanges: Sequence[Mapping[str, Any]], mesh: Mapping[str, int], devices: int, times: int
 ) -> list[Collective]:
@@ -230,15 +201,10 @@ def collectives(
 def axis_of(group: Sequence[int], mesh: Mapping[str, int]) -> str:
     """Returns the axis, or axes, along which a group of devices lies."""
     names = [name for name, size in mesh.items() if size > 1]
+    places = np.arange(math.prod(mesh.values())).reshape(list(mesh.values()))
     for count in range(1, len(names) + 1):
         for chosen in itertools.combinations(names, count):
-            if sorted(group) == _line(chosen, mesh):
+            line = places[tuple(slice(None) if name in chosen else 0 for name in mesh)]
+            if sorted(group) == sorted(line.ravel().tolist()):
                 return " x ".join(chosen)
     return "all ranks" if len(group) == math.prod(mesh.values()) else f"{len(group)} devices"
-
-
-def _line(axes: Sequence[str], mesh: Mapping[str, int]) -> list[int]:
-    names = list(mesh)
-    strides = {name: math.prod(list(mesh.values())[number + 1 :]) for number, name in enumerate(names)}
-    places = itertools.product(*(range(mesh[axis]) for axis in axes))
-    return sorted(sum(place * strides[axis] for place, axis in zip(at, axes, strict=True)) for at in places)

@@ -280,23 +280,6 @@ class State:
         """Returns what the step has written to, with the number of its placeholder."""
         return [(tensor.detach(), number) for tensor, version, number in self._held if tensor._version != version]
 
-    def weights_bytes(self) -> int:
-        state = [
-            each
-            for module in self._run.modules.values()
-            for each in self._run._engine.strategy.state_dict(module).values()
-        ]
-        return sum(each.numel() * each.element_size() for each in state if isinstance(each, Tensor))
-
-    def optimizer_bytes(self) -> int:
-        return sum(
-            each.numel() * each.element_size()
-            for optimizer in self._run.optimizers.values()
-            for state in optimizer.state.values()
-            for each in state.values()
-            if isinstance(each, Tensor)
-        )
-
 
 def steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, state: State) -> None:
     """Runs two steps: the first creates the optimizer's state, the second is planned."""

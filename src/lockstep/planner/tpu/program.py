@@ -12,9 +12,11 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16, "s32": 32,
          "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "f8e4m3fn": 8, "f8e5m2": 8}  # fmt: skip
@@ -26,6 +28,7 @@ _OPERAND = re.compile(r"%([\w.\-]+)")
 _EXCHANGES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 _SAME_MEMORY = {"bitcast", "get-tuple-element", "tuple", "copy-done", "optimization-barrier"}
 _GROUPS = re.compile(r"replica_groups=(?P<groups>\{\{.*?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
+_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _PAIRS = re.compile(r"source_target_pairs=\{(?P<pairs>\{.*?\})\}")
 _SOURCE = re.compile(r'source_file="(?P<file>[^"]*)"(?: source_line=(?P<line>\d+))?')
 _OP_NAME = re.compile(r'op_name="(?P<name>[^"]*)"')
@@ -39,14 +42,6 @@ class Array:
     dims: tuple[int, ...]
     bytes: int
     on_chip: bool
-
-
-@dataclass(frozen=True)
-class Exchange:
-    name: str
-    group: list[int]  # the devices of one group
-    bytes: int
-    count: int
 
 
 @dataclass
@@ -85,7 +80,8 @@ class Program:
     def __init__(self, text: str) -> None:
         self._exchanges: Counter[tuple[str, tuple[int, ...], int]] = Counter()
         self.entry: list[Instruction] = []
-        self._aliased = _aliased(text[: text.find("\n")])
+        # The header has `input_output_alias={ {0}: (3, {}, may-alias), ... }`: result 0 takes argument 3's place.
+        self._aliased = {int(each) for each in re.findall(r"\{(\d+)\}: \(", text[: text.find("\n")])}
         within, entered = "", False
         for line in text.splitlines():
             if line.startswith(("%", "ENTRY")) and line.rstrip().endswith("{"):
@@ -118,9 +114,6 @@ class Program:
             name = "reduce-scatter"
         self._exchanges[(name, tuple(group), size)] += 1
 
-    def exchanges(self) -> list[Exchange]:
-        return [Exchange(name, list(group), size, count) for (name, group, size), count in self._exchanges.items()]
-
     def plain(self, kinds: Sequence[str], whole: Iterable[Sequence[int]] = ()) -> dict[str, Any]:
         """`kinds` are those of the arguments, `whole` the shapes of the weights."""
         arguments: Counter[str] = Counter()
@@ -134,7 +127,10 @@ class Program:
                     weights.update(one.dims for one in each.arrays)
         return {
             "by_argument": dict(arguments),
-            "exchanges": [asdict(each) for each in self.exchanges()],
+            "exchanges": [
+                {"name": name, "group": list(group), "bytes": size, "count": count}
+                for (name, group, size), count in self._exchanges.items()
+            ],
             **self._memory(weights),
         }
 
@@ -258,7 +254,7 @@ def _closing(text: str) -> int:
 
 
 def _array(match: re.Match[str]) -> Array:
-    dims = tuple(int(each) for each in match["dims"].split(",") if each)
+    dims = tuple(_numbers(match["dims"]))
     layout = match["layout"] or ""
     return Array(match["type"], dims, padded_bytes(match["type"], dims, layout), "S(" in layout)
 
@@ -268,7 +264,7 @@ def padded_bytes(type: str, dims: Sequence[int], layout: str = "") -> int:
     order = [int(each) for each in layout.partition(":")[0].split(",") if each.strip().isdigit()]
     major = [dims[number] for number in reversed(order)] if len(order) == len(dims) else list(dims)
     if tiles := _TILE.findall(layout):
-        tile = [int(each) for each in tiles[0].split(",")]
+        tile = _numbers(tiles[0])
         major = [1] * (len(tile) - len(major)) + major
         for back in range(1, len(tile) + 1):
             major[-back] = -(-major[-back] // tile[-back]) * tile[-back]
@@ -283,26 +279,16 @@ def group_of(text: str) -> list[int]:
         return _chain(pairs["pairs"]) if pairs else []
     groups = match["groups"]
     if groups.startswith("{"):
-        return [int(each) for each in groups[2:].partition("}")[0].split(",") if each]
-    shape, _, source = groups.partition("<=")
-    _, size = (int(each) for each in shape.strip("[]").split(",")) if "," in shape else (1, int(shape.strip("[]")))
-    sizes, _, order = source.partition("T")
-    return list(_iota(sizes, order))[:size]
+        return _numbers(groups[2:].partition("}")[0])
+    shape, sizes, order = _IOTA.fullmatch(groups).groups()  # type: ignore[union-attr]
+    numbers = np.arange(math.prod(_numbers(sizes))).reshape(_numbers(sizes))
+    if order:
+        numbers = numbers.transpose(_numbers(order))
+    return [int(each) for each in numbers.ravel()[: _numbers(shape)[-1]]]
 
 
-def _iota(sizes: str, order: str) -> Iterator[int]:
-    dims = [int(each) for each in sizes.strip("[]").split(",")]
-    read = [int(each) for each in order.strip("()").split(",")] if order else list(range(len(dims)))
-    strides = [math.prod(dims[number + 1 :]) for number in range(len(dims))]
-
-    def walk(at: int, total: int) -> Iterator[int]:
-        if at == len(read):
-            yield total
-            return
-        for place in range(dims[read[at]]):
-            yield from walk(at + 1, total + place * strides[read[at]])
-
-    return walk(0, 0)
+def _numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",") if each]
 
 
 def _chain(pairs: str) -> list[int]:
@@ -313,20 +299,6 @@ def _chain(pairs: str) -> list[int]:
         found.append(at)
         at = sends.get(at)
     return sorted(found)
-
-
-def _aliased(header: str) -> set[int]:
-    _, _, rest = header.partition("input_output_alias={")
-    return {int(each) for each in re.findall(r"\{(\d+)\}: \(", rest[: _closing_brace(rest)])}
-
-
-def _closing_brace(text: str) -> int:
-    depth = 1
-    for number, letter in enumerate(text):
-        depth += (letter == "{") - (letter == "}")
-        if depth == 0:
-            return number
-    return len(text)
 
 
 def _told(life: _Life) -> dict[str, Any]:

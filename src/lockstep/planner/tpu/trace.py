@@ -14,7 +14,6 @@ import math
 import os
 import re
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -24,14 +23,12 @@ from typing import Any
 
 from lockstep.config.accelerators import Accelerator, check_slice
 from lockstep.config.load import load
-from lockstep.config.schema import Checkpoint, Log, RunConfig, Xla
-from lockstep.config.values import Interval
+from lockstep.config.schema import RunConfig, Xla
 from lockstep.distributed.watch.stacks import is_users
 from lockstep.errors import LockstepError
 from lockstep.planner.devices import slice_of
 
 TRACED, PROGRAM = "traced.json", "program.hlo"
-_NEVER = Interval(10**9, "step")
 # More would not change what is traced: a mesh may be larger than this process, and two show what one device hides.
 _VIRTUAL_DEVICES = 2
 
@@ -82,39 +79,23 @@ def trace(config: RunConfig, target: Accelerator) -> tuple[Traced, bytes]:
     began = time.monotonic()
     import torch_xla
 
-    from lockstep.distributed.topology import Topology
-    from lockstep.engine.engine import Engine
-    from lockstep.engine.run import Run
-    from lockstep.engine.stop_requests import StopRequests
+    from lockstep.planner.step import LONG, new_run, optimizer_bytes, quiet, weights_bytes
     from lockstep.planner.tpu import placeholders
-    from lockstep.record.display import Display
     from lockstep.tasks.create import create_task
-    from lockstep.tasks.schedules import RunLength
     from lockstep.tasks.setup import order_of, set_up
     from lockstep.tasks.trainer import datasets_of
 
     over_all = config.strategy.has_mesh
     ranks = 1 if over_all else target.devices
-    settings = config.model_copy(
-        update={
-            "runtime": "xla",
-            "xla": Xla(device="CPU"),
-            "log": Log(every=_NEVER),
-            "checkpoint": Checkpoint(every=None),
-            "profile": None,
-            "init_from": None,
-            "processes": ranks,
-        }
-    )
+    settings = quiet(config, runtime="xla", xla=Xla(device="CPU"), init_from=None, processes=ranks)
     task = create_task(config.task)
     datasets = datasets_of(task, config)
     order = order_of(task, config, datasets["train"])
     torch_xla._XLAC._set_ir_debug(True)  # which line made what
     register = placeholders.Register()
     runtime = placeholders.PlaceholderRuntime(settings, target.devices, register)
-    with placeholders.world(ranks, register) as group, tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
-        run = Run(Engine(Topology(), runtime, group, settings, Path(folder), Display(), StopRequests()))
-        set_up(run, task, settings, RunLength(10**9, 10**6))
+    with placeholders.world(ranks, register) as group, new_run(runtime, group, settings) as run:
+        set_up(run, task, settings, LONG)
         state = placeholders.State(run, register)
         runtime.at_end_of_program = state.renew_gradients
         placeholders.steps(run, task, config, datasets["train"], order, state)
@@ -140,8 +121,8 @@ def trace(config: RunConfig, target: Accelerator) -> tuple[Traced, bytes]:
             programs=config.train.accumulate,
             examples=order.length if order is not None else None,
             parameters=sum(each.numel() for each in parameters.values()),
-            weights_bytes=state.weights_bytes(),
-            optimizer_bytes=state.optimizer_bytes(),
+            weights_bytes=weights_bytes(run),
+            optimizer_bytes=optimizer_bytes(run),
             arguments=arguments,
             results=[register.known[number].sharding for _, number in results],
             seconds=round(time.monotonic() - began, 1),
