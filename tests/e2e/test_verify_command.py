@@ -68,9 +68,16 @@ def test_dropout_is_told_from_a_mistake(project: Project) -> None:
     finished = project.run("verify", config, *TWO_RANKS, "--out", "kept", limit=LIMIT)
     assert finished.code == 1, finished.text
     assert "the task draws random numbers while it trains" in finished.out
-    assert "Compare without them: --set task.dropout=0" in finished.out
+    assert "compare without them: --set task.dropout=0" in finished.out
     assert "cpu-ddp-2    random" in finished.out
     assert finished.out.endswith("\nnot comparable: random\n") and "do not agree" not in finished.out
+
+
+def test_with_exact_dropout_is_judged_in_every_bit(project: Project) -> None:
+    config = project.config(task={"type": f"{TASK_FILE}:Tiny", "dropout": 0.2})
+    finished = project.run("verify", config, "--only", "exact-[12]", "--steps", "2", "--out", "kept", limit=LIMIT)
+    assert finished.code == 0, finished.text
+    assert "2 with train.exact have the same bits, on any number of ranks" in finished.out
 
 
 def test_a_mean_over_tokens_is_named_with_the_line_that_mends_it(project: Project) -> None:

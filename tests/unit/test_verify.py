@@ -101,7 +101,7 @@ def test_every_combination_is_a_valid_config(combination: Combination, written: 
     config = load(tmp_path / "config.yaml", (*USUAL, *needed(5), *combination.overrides))
     assert (config.train.steps, config.train.epochs, config.train.precision) == (5, None, "float32")
     assert config.early_stop is None and not config.log.tensorboard
-    assert config.runtime == combination.name.split("-")[0]
+    assert config.runtime == ("cpu" if combination.exact else combination.name.split("-")[0])
     if config.runtime == "xla":
         if config.strategy.mesh is not None:
             assert math.prod(config.strategy.mesh.values()) == config.devices
@@ -256,7 +256,7 @@ def test_losses_that_differ_by_design_come_with_the_remedy() -> None:
     unjudged = row("cpu-ddp-2", judged("random", {1: 2.1, 2: 1.0}))
     found = of(FIRST, unjudged, random=True, random_arguments=["dropout"])
     assert not found.agrees
-    assert "Compare without them: --set task.dropout=0" in report.conclusion(found)
+    assert "compare without them: --set task.dropout=0" in report.conclusion(found)
     assert report.conclusion(found).endswith("\nnot comparable: random") and "agree" not in report.conclusion(found)
     different = row("cpu-ddp-2", judged("differs", {1: 2.1, 2: 1.0}))
     assert "norm1 normalise by the statistics of a rank's part" in report.conclusion(
@@ -352,5 +352,5 @@ def test_only_what_shares_nothing_is_side_by_side() -> None:
     alone = {each.name for each in COMBINATIONS if each.alone}
     assert {"cpu-ray-2", "cuda-single"} <= alone
     assert {each.name for each in COMBINATIONS if each.plain} == {
-        each.name for each in COMBINATIONS if each.name.startswith("cpu-") and "torchrun" not in each.name
+        each.name for each in COMBINATIONS if each.name.startswith(("cpu-", "exact-")) and "torchrun" not in each.name
     } - alone

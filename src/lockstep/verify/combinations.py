@@ -23,6 +23,7 @@ class Combination:
     gpus: int = 0  # that have to be here
     command: tuple[str, ...] = ("-m", "lockstep")  # after the Python interpreter, before `train` or `resume`
     env: Mapping[str, str] = field(default_factory=dict)
+    exact: bool = False  # compared with the first of these, in every bit
 
     @property
     def alone(self) -> bool:
@@ -67,6 +68,9 @@ _FSDP, _HSDP = "strategy.type=fsdp", "strategy.type=hsdp"
 _OVER_CPUS = ("runtime=cpu", *_ANY_DEVICES, *_HERE)
 _OVER_GPUS = ("runtime=cuda", *_ANY_DEVICES, *_HERE)
 _TORCH_XLA: Any = {"packages": ("torch_xla",)}
+# What a config may say for ddp, and train.exact does not need.
+_EXACT = ("train.exact=8", "strategy.sync_batchnorm=false", "strategy.static_graph=false", "strategy.comm_hook=null",
+          "strategy.gradient_as_bucket_view=null")  # fmt: skip
 # TF32 rounds what goes into a product to 11 bits, and convolutions use it by default: another arithmetic, not another
 # order of the same one.
 _NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
@@ -86,6 +90,10 @@ COMBINATIONS = (
     Combination("cpu-tensor-2", (*_OVER_CPUS, _TWO, _MESH_1X2, _FSDP)),
     Combination("cpu-fsdp-tensor-2x2", (*_OVER_CPUS, _FOUR, _MESH_2X2, _FSDP)),
     Combination("cpu-torchrun-fsdp-2", (*_OVER_CPUS, _TWO, _MESH_ALL, _FSDP), command=_torchrun(2)),
+    *(
+        Combination(f"exact-{count}", (*_CPU, f"processes={count}", "strategy.type=auto", *_EXACT), exact=True)
+        for count in (1, 2, 4, 8)
+    ),
     Combination("cpu-ray-fsdp-2", (*_OVER_CPUS, _TWO, _MESH_ALL, _FSDP, _ON_RAY), packages=("ray",)),
     Combination("cpu-ray-2", (*_RAY, _TWO, _DDP), packages=("ray",)),
     Combination("xla-single", (*_XLA, _ONE, _SINGLE), **_TORCH_XLA),

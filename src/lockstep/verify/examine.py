@@ -55,8 +55,19 @@ def examine(asked: Asked, work: Path, say: Callable[[str], None]) -> Report:
 
 def _compared(runs: _Runs, others: Sequence[Combination], report: Report) -> Report:
     reference = report.rows[0].fresh.trial
-    fresh = runs.each(others, lambda each: runs.judge(runs.train(each), reference.losses, reference), "from the start")
-    rows = [*report.rows, *(Row(each, fresh[each.name]) for each in others)]
+
+    def judged(each: Combination) -> Judged:
+        run = runs.train(each)
+        if each.exact and not run.failure:
+            return Judged("reference", run)  # judged below, once all of them are there
+        return runs.judge(run, reference.losses, reference)
+
+    fresh = runs.each(others, judged, "from the start")
+    exact = [Row(each, fresh[each.name]) for each in others if each.exact]
+    refused = {row.combination.name: row.fresh.trial.failure for row in exact if "exact" in row.fresh.trial.failure}
+    exact = [row for row in exact if row.combination.name not in refused]
+    report = replace(report, exact=runs.in_every_bit(exact), not_here={**report.not_here, **refused})
+    rows = [*report.rows, *(Row(each, fresh[each.name]) for each in others if not each.exact)]
     report = replace(report, rows=rows, batch_norm=batch_statistics(_folder(reference)))
     if draws_random_numbers(_folder(reference)):
         return _unjudged(report, runs.config)
@@ -85,7 +96,8 @@ class _Runs:
         def judged(combination: Combination) -> Judged:
             found = judge(combination)
             ended.append(combination.name)
-            took = f"{found.verdict} in {found.trial.seconds:.1f} s"
+            verdict = "trained" if found.verdict == "reference" else found.verdict
+            took = f"{verdict} in {found.trial.seconds:.1f} s"
             self.say(f"{combination.name}: {took}; {len(ended)} of {len(combinations)} {what}")
             return found
 
@@ -134,6 +146,18 @@ class _Runs:
         resumed = self.each([row.combination for row in good], resume, "resumed")
         return [replace(row, resumed=resumed.get(row.combination.name)) for row in rows]
 
+    def in_every_bit(self, rows: list[Row]) -> list[Row]:
+        """Compares the runs with train.exact with the first of them, and resumes them from each other."""
+        good = [row for row in rows if not row.fresh.trial.failure]
+        if len(good) < 2:
+            return rows
+        first, strict = good[0].fresh.trial, replace(self, allowed=0.0)
+        rows = [
+            replace(row, fresh=strict.judge(row.fresh.trial, first.losses, first)) if row in good[1:] else row
+            for row in rows
+        ]
+        return strict.ring(rows, first) if self.asked.resume else rows
+
     def train(self, combination: Combination) -> Trial:
         self.say(f"{combination.name}: {self.asked.steps} steps")
         overrides = (*USUAL, *self.asked.overrides, *needed(self.asked.steps), *combination.overrides)
@@ -146,6 +170,8 @@ class _Runs:
         comparison = compare(losses, run.losses, self.allowed)
         names = metrics_apart(reference.metrics, run.metrics, self.allowed)
         apart = {name: (run.metrics.get(name), reference.metrics.get(name)) for name in names}
+        if not self.allowed and comparison.agrees and _last_weights(run) != _last_weights(reference):
+            comparison = replace(comparison, first_step=self.asked.steps)
         verdict: Verdict = "agrees" if comparison.agrees and not apart else "differs"
         return Judged(verdict, run, comparison, metrics_apart=apart)
 
@@ -172,6 +198,10 @@ def _handed_over(giver: Trial, taker: Trial, step: int, out: Path) -> Path:
     checkpoint.rename(run / "checkpoints" / name)
     shutil.copy(_folder(taker) / CONFIG_FILE, run / CONFIG_FILE)
     return run
+
+
+def _last_weights(run: Trial) -> bytes:
+    return max(_folder(run).glob("checkpoints/step-*/model.safetensors")).read_bytes()
 
 
 def _folder(run: Trial) -> Path:

@@ -121,11 +121,17 @@ class Report:
     batch_norm: Sequence[str] = ()  # layers that normalise by a rank's part of the batch
     # The reference with its batches taken in halves: another order of summation, and nothing else.
     control: Comparison | None = None
+    exact: Sequence[Row] = ()  # with train.exact; the first is the reference of the others
 
     @property
     def agrees(self) -> bool:
-        """At least one was compared, all that were agree, and none that is required is missing."""
-        return len(self.rows) > 1 and all(row.good for row in self.rows) and not self.required_missing
+        """At least one was compared, all that were agree, and none that is required is missing.
+
+        What draws random numbers is judged by the runs with train.exact.
+        """
+        judged = [row for row in (*self.rows, *self.exact) if row.fresh.verdict != "random"]
+        compared = len(self.exact if self.random else [*self.rows, *self.exact[1:]])
+        return compared > 1 and all(row.good for row in judged) and not self.required_missing
 
     @property
     def required_missing(self) -> dict[str, str]:
@@ -150,7 +156,7 @@ def markdown(report: Report) -> str:
 def conclusion(report: Report) -> str:
     """Says what the comparison found, and what to do about what differs."""
     required = report.required_missing
-    bad = [row for row in report.rows if not row.good]
+    bad = [row for row in (*report.rows, *report.exact) if not row.good]
     lines = _not_here(report) + [f"{name} is required and not here: {reason}" for name, reason in required.items()]
     for row in bad:
         if row.resumed is not None and row.fresh.verdict in ("reference", "agrees"):
@@ -161,10 +167,14 @@ def conclusion(report: Report) -> str:
     lines += [*_by_halves(report), *_by_design(report)]
     allowed = f"tolerance {report.tolerance:.3g}, {report.precision}, {report.asked.steps} steps"
     count = len(report.rows)
-    if report.agrees:
+    same = f"{len(report.exact)} with train.exact have the same bits"
+    if report.agrees and report.random:
+        lines.append(f"{same}, on any number of ranks; the others are not comparable: random")
+    elif report.agrees:
         runs = [each for row in report.rows for each in (row.fresh, row.resumed) if each is not None]
         largest = max(each.comparison.largest for each in runs if each.comparison is not None)
-        lines.append(f"all {count} agree: the largest difference is {largest:.1e} ({allowed})")
+        bits = f"; {same}" if len(report.exact) > 1 else ""
+        lines.append(f"all {count} agree: the largest difference is {largest:.1e} ({allowed}){bits}")
     elif report.rows[0].fresh.verdict != "reference":
         lines.append(f"nothing was compared: {report.rows[0].combination.name}, the reference, did not run")
     elif count == 1:
@@ -173,6 +183,7 @@ def conclusion(report: Report) -> str:
         failed = sum(row.fresh.verdict == "failed" for row in report.rows)
         lines.append("not comparable: random" + (f"; {failed} of {count} failed" if failed else ""))
     else:
+        count += len(report.exact)
         lines.append(f"{len(bad) + len(required)} of {count + len(required)} do not agree ({allowed})")
     return "\n".join(lines)
 
@@ -197,7 +208,7 @@ def as_json(report: Report) -> str:
                 **_plain(row.fresh),
                 "resumed": None if row.resumed is None else _plain(row.resumed),
             }
-            for row in report.rows
+            for row in (*report.rows, *report.exact)
         ],
         "not_here": dict(report.not_here),
         "conclusion": conclusion(report).splitlines(),
@@ -214,7 +225,7 @@ def _table(report: Report) -> list[list[str]]:
     if report.asked.resume:
         head += [f"resumed at {halfway(report.asked.steps)} from", "largest difference", "verdict"]
     rows = [head]
-    for row in report.rows:
+    for row in (*report.rows, *report.exact):
         fresh, resumed = row.fresh, row.resumed
         known = fresh.trial.losses
         losses = [f"{known[step]:.7g}" if step in known else "none" for step in steps]
@@ -309,7 +320,8 @@ def _by_design(report: Report) -> Sequence[str]:
         likely = " ".join(f"--set task.{name}=0" for name in report.random_arguments)
         notes.append(
             "the task draws random numbers while it trains (dropout, a VAE, diffusion). Every rank draws its own, so "
-            "that losses differ with the number of ranks, and chance hides what would be wrong. Compare without them: "
+            "that losses differ with the number of ranks, and chance hides what would be wrong. Only train.exact makes "
+            "them comparable (the rows exact-1 to exact-8). Or compare without them: "
             f"{likely or '--set task.dropout=0, or whatever your task calls it'}"
         )
     if report.batch_norm and any(row.fresh.verdict == "differs" for row in report.rows):
