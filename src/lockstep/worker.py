@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lockstep import runtime
 from lockstep.config.objects import import_object
 from lockstep.config.plain import finite
@@ -169,7 +171,10 @@ class Rank:
         here = settings.model_copy(update={"processes": topology.local_world_size})
         family, _ = runtime.resolve(here)
         if settings.train.is_deterministic:
-            self._joined.enter_context(deterministic(family, settings.launch.threads))
+            self._joined.enter_context(deterministic(family))
+        if settings.launch.threads is not None and family != "xla":
+            self._joined.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(settings.launch.threads)
         index = topology.place.local_rank if device_index is None else device_index
         self.runtime = runtime.create(family, index, topology.local_world_size, here)
         self.runtime.prepare()

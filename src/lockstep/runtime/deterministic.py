@@ -16,9 +16,9 @@ _VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCHINDUCTOR_DETERMINISTIC
 
 
 @contextlib.contextmanager
-def deterministic(family: str, threads: int | None) -> Iterator[None]:
-    """Lets torch use deterministic algorithms only, with a fixed number of CPU threads, inside the block."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+def deterministic(family: str) -> Iterator[None]:
+    """Lets torch use deterministic algorithms only, inside the block."""
+    before = torch.are_deterministic_algorithms_enabled()
     cudnn, fill = torch.backends.cudnn, torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     was = cudnn.benchmark, cudnn.deterministic
     added = {name: value for name, value in _VARIABLES.items() if name not in os.environ}
@@ -26,16 +26,13 @@ def deterministic(family: str, threads: int | None) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     cudnn.benchmark, cudnn.deterministic = False, True
-    if threads is not None:
-        torch.set_num_threads(threads)
     try:
         with _attention() if family == "cuda" else contextlib.nullcontext():
             yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
+        torch.use_deterministic_algorithms(before)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         cudnn.benchmark, cudnn.deterministic = was
-        torch.set_num_threads(before[1])
         for name in added:
             os.environ.pop(name, None)
 

@@ -172,7 +172,7 @@ def conclusion(report: Report) -> str:
         lines.append(f"{same}, on any number of ranks; the others are not comparable: random")
     elif report.agrees:
         runs = [each for row in report.rows for each in (row.fresh, row.resumed) if each is not None]
-        largest = max(each.comparison.largest for each in runs if each.comparison is not None)
+        largest = max((each.comparison.largest for each in runs if each.comparison is not None), default=0.0)
         bits = f"; {same}" if len(report.exact) > 1 else ""
         lines.append(f"all {count} agree: the largest difference is {largest:.1e} ({allowed}){bits}")
     elif report.rows[0].fresh.verdict != "reference":
