@@ -16,6 +16,7 @@ from lockstep.config.schema import RunSettings
 from lockstep.data.batches import GlobalBatches
 from lockstep.errors import ConfigError
 from lockstep.record.meters import added_up, parts_of
+from lockstep.runtime.deterministic import deterministic, explained
 from lockstep.strategy.exact import LeafTree
 
 
@@ -101,3 +102,14 @@ def test_deterministic_runs_have_the_same_number_of_threads_everywhere() -> None
         validate(RunSettings, {"train": {"deterministic": True}, "launch": {"threads": 3}}, {}, "").launch.threads == 3
     )
     assert validate(RunSettings, {}, {}, "").launch.threads is None
+
+
+def test_deterministic_algorithms_are_on_inside_and_what_has_none_is_named() -> None:
+    with deterministic("cpu"):
+        assert torch.are_deterministic_algorithms_enabled()
+        with pytest.raises(RuntimeError) as caught:
+            torch.zeros(3).put_(torch.tensor([0]), torch.tensor([1.0]), accumulate=False)
+    assert not torch.are_deterministic_algorithms_enabled()
+    meant = explained(caught.value)
+    assert meant is not None and str(meant).startswith("train.deterministic: put_ has no deterministic form")
+    assert explained(RuntimeError("another")) is None
