@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.config.load import validate
@@ -46,6 +46,7 @@ def test_a_leaf_without_a_gradient_counts_as_zero() -> None:
     assert found.tolist() == [0.0, 2.0] and not math.copysign(1, found[0]) < 0
 
 
+@settings(deadline=None)
 @given(st.integers(1, 70), st.integers(1, 40), st.sampled_from([1, 2, 4, 8]), st.integers(1, 3))
 def test_leaves_are_the_same_on_any_number_of_ranks(count: int, batch_size: int, ranks: int, accumulate: int) -> None:
     def leaves(rank: int, world_size: int) -> list[tuple[int, int, int, float, list[int]]]:
@@ -61,6 +62,7 @@ def test_leaves_are_the_same_on_any_number_of_ranks(count: int, batch_size: int,
     assert weights == pytest.approx(1.0)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-1e300, 1e300), min_size=1, max_size=30), st.randoms())
 def test_a_sum_over_ranks_is_rounded_once(values: list[float], shuffled: random.Random) -> None:
     ranks: list[list[float]] = [[], [], []]
