@@ -121,44 +121,6 @@ def digest(descriptor: int, ranges: Iterable[Range], progress: Callable[[], obje
     return found.hexdigest()
 
 
-class Digests:
-    """The digests of several parts of one file, computed while it is read from beginning to end."""
-
-    def __init__(self, parts: Mapping[str, Sequence[Range]]) -> None:
-        self._parts = {name: _Following(ranges) for name, ranges in parts.items()}
-        self._position = 0
-
-    def update(self, piece: memoryview) -> None:
-        for part in self._parts.values():
-            part.update(self._position, piece)
-        self._position += len(piece)
-
-    def found(self) -> dict[str, str]:
-        return {name: part.digest.hexdigest() for name, part in self._parts.items()}
-
-
-class _Following:
-    def __init__(self, ranges: Sequence[Range]) -> None:
-        self.digest = hashlib.sha256()
-        self._rows = _rows(ranges)
-        self._row = next(self._rows, None)
-
-    def update(self, position: int, piece: memoryview) -> None:
-        end = position + len(piece)
-        while self._row is not None and self._row[0] < end:
-            first, last = max(self._row[0], position), min(self._row[1], end)
-            self.digest.update(piece[first - position : last - position])
-            if self._row[1] > end:
-                return
-            self._row = next(self._rows, None)
-
-
-def _rows(ranges: Iterable[Range]) -> Iterator[tuple[int, int]]:
-    for begin, length, stride, count in ranges:
-        for row in range(count):
-            yield begin + row * stride, begin + row * stride + length
-
-
 def _read_rows(descriptor: int, rows: Range, target: memoryview) -> None:
     """Reads short rows in longer pieces, together with what is between them."""
     import numpy as np

@@ -308,7 +308,7 @@ def _held(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, _Held]:
         found = slice_of(tensor)
         local = tensor if found is None else found.tensor
         check_types(kind, {name: local})
-        entry = tensor_file.entry_of(name, local, None if found is None else found.shape)
+        entry = tensor_file.entry_of(name, local.dtype, local.shape if found is None else found.shape)
         stored = tensor_file.stored_form(local)
         offset = (0,) * stored.dim() if found is None else (*found.offset, *((0,) if entry.pairs else ()))
         item = Item(kind, entry, found is not None)

@@ -301,7 +301,7 @@ class CheckpointStorage:
         self._guard()
         try:
             self._make_folder()
-            token.touch()
+            os.close(run_files.open_descriptor(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, depth=2))
         except OSError:
             return None
         return token.name

@@ -1,4 +1,4 @@
-"""Writes and reads tensors in the safetensors format, in one pass over the bytes.
+"""Writes tensors in the safetensors format, in one pass over the bytes.
 
 The library of that name writes and maps whole files by itself: a digest would cost a second reading, and what it loads
 stays tied to the file. docs/decisions/015 says more.
@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from lockstep.checkpoint.header import Entry, Fill, laid_out, read_header
+from lockstep.checkpoint.header import Entry, laid_out
+from lockstep.strategy.slices import Stored
 
 
 def unsupported(tensor: Tensor) -> str | None:
@@ -30,39 +31,27 @@ def unsupported(tensor: Tensor) -> str | None:
 
 def stored_form(tensor: Tensor) -> Tensor:
     """A tensor as a file holds it: the same memory, and pairs for complex numbers of a type that the format lacks."""
-    return torch.view_as_real(tensor) if _needs_pairs(tensor) else tensor
+    return torch.view_as_real(tensor) if _needs_pairs(tensor.dtype) else tensor
 
 
-def entry_of(name: str, tensor: Tensor, shape: Sequence[int] | None = None) -> Entry:
-    """What a header says of a tensor, or of one of its type and another shape."""
-    pairs, stored = _needs_pairs(tensor), stored_form(tensor)
-    whole = tuple(tensor.shape if shape is None else shape)
-    return Entry(name, _codes()[stored.dtype], stored.itemsize, (*whole, 2) if pairs else whole, pairs=pairs)
+def entry_of(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
+    """What a header says of a tensor of this type and shape."""
+    pairs = _needs_pairs(dtype)
+    stored = dtype.to_real() if pairs else dtype
+    return Entry(name, _codes()[stored], stored.itemsize, (*shape, 2) if pairs else tuple(shape), pairs=pairs)
 
 
 def write(
-    send: Callable[[memoryview], Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    send: Callable[[memoryview], Any],
+    tensors: Mapping[str, Tensor | Stored],
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Passes on the bytes of a file, in order. Tensors are on the host."""
-    header, entries = laid_out([entry_of(name, each) for name, each in tensors.items()], metadata)
+    """Passes on the bytes of a file, in order. Tensors are on the host, or read one after the other."""
+    header, entries = laid_out([entry_of(name, each.dtype, each.shape) for name, each in tensors.items()], metadata)
     send(memoryview(header))
-    for each in entries:
-        send(memory(stored_form(tensors[each.name]).contiguous()))
-
-
-def read(fill: Fill, size: int) -> list[tuple[Entry, Tensor]]:
-    """Returns the tensors and pieces of tensors in a file of so many bytes, in memory of their own.
-
-    Raises ValueError, KeyError or TypeError where the bytes are not those of such a file.
-    """
-    entries, _ = read_header(fill, size)
-    types = [dtype_of(each) for each in entries]
-    found = []
-    for each, dtype in zip(entries, types, strict=True):
-        stored = torch.empty(each.shape, dtype=dtype)
-        fill(memory(stored))
-        found.append((each, torch.view_as_complex(stored) if each.pairs else stored))
-    return found
+    for entry in entries:
+        each = tensors[entry.name]
+        send(memory(stored_form(each.whole() if isinstance(each, Stored) else each).contiguous()))
 
 
 def dtype_of(entry: Entry) -> torch.dtype:
@@ -78,8 +67,8 @@ def memory(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _needs_pairs(tensor: Tensor) -> bool:
-    return tensor.is_complex() and tensor.dtype not in _codes()
+def _needs_pairs(dtype: torch.dtype) -> bool:
+    return dtype.is_complex and dtype not in _codes()
 
 
 @functools.cache
