@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -308,30 +309,15 @@ def test_any_bytes_as_tensors(data: bytes) -> None:
 
 
 def read_tensors(data: bytes) -> None:
-    place = 0
-
-    def fill(memory: memoryview) -> None:
-        nonlocal place
-        if len(memory) > len(data) - place:
-            raise ValueError("it ends before its time")
-        memory[:] = data[place : place + len(memory)]
-        place += len(memory)
-
     with in_time():
-        found = only(lambda: [dtype_of(each) for each in read_header(fill, len(data))[0]], *BAD_TENSORS)
+        found = only(lambda: [dtype_of(each) for each in read_header(io.BytesIO(data), len(data))], *BAD_TENSORS)
     assert found is None or all(isinstance(each, torch.dtype) for each in found)
 
 
 def test_a_header_that_is_longer_than_the_format_allows_takes_no_memory() -> None:
-    sizes: list[int] = []
-
-    def fill(memory: memoryview) -> None:
-        sizes.append(len(memory))
-        memory[:] = struct.pack("<Q", 2**39)
-
+    stream = io.BytesIO(struct.pack("<Q", 2**39))
     with pytest.raises(ValueError, match="the format allows"):
-        read_header(fill, 2**40)
-    assert sizes == [8]
+        read_header(stream, 2**40)
 
 
 @fuzz

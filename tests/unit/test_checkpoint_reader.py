@@ -18,7 +18,7 @@ from lockstep.checkpoint import reader, tensor_file
 from lockstep.checkpoint.manifest import MODEL_FILE, STATE_FILE
 from lockstep.checkpoint.reader import read
 from lockstep.checkpoint.storage import CheckpointStorage
-from lockstep.checkpoint.stored import OpenFiles
+from lockstep.checkpoint.tensor_file import OpenFiles
 from lockstep.checkpoint.writer import write
 from lockstep.distributed.activity import Activity
 from lockstep.distributed.group import Group

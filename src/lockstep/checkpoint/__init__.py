@@ -4,5 +4,5 @@
 `manifest` says, `retention` decides which to keep. Where one rank has whole tensors, `writer` writes them in one pass
 (`tensor_file`). Where tensors are spread over ranks, `sharded_writer` has each rank write its blocks by a `layout` that
 all agree on (`ranges`, `shard_reports`). `reader` checks what was saved, by anybody, and has each rank read what it
-needs of it (`stored`).
+needs of it.
 """

@@ -74,19 +74,6 @@ def chopped(ranges: Iterable[Range], most: int = PIECE_BYTES) -> Iterator[Range]
             yield Range(begin + row * stride + start, piece, piece, 1)
 
 
-def from_start(descriptor: int) -> Callable[[memoryview], None]:
-    """Returns a function that reads a file from its beginning, as much at a time as it is given memory for."""
-    position = 0
-
-    def fill_next(memory: memoryview) -> None:
-        nonlocal position
-        count = len(memory)
-        fill(descriptor, [Range(position, count, count, 1)] if count else [], memory)
-        position += count
-
-    return fill_next
-
-
 def fill(descriptor: int, ranges: Iterable[Range], memory: memoryview) -> None:
     """Reads these bytes of a file into memory. Raises EOFError where the file is too short."""
     done = 0
@@ -150,10 +137,6 @@ def _write(descriptor: int, memory: memoryview, position: int) -> None:
 
 
 Parts = dict[str, dict[str, list[Range]]]  # file -> rank -> its ranges, in the order of the file
-
-
-def parts_text(parts: Mapping[str, Mapping[str, Sequence[Range]]]) -> str:
-    return json.dumps(parts, separators=(",", ":")) + "\n"
 
 
 def parse_parts(data: bytes, files: Mapping[str, Mapping[str, Any]]) -> Parts:

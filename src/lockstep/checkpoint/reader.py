@@ -27,7 +27,7 @@ from lockstep.checkpoint import codec, manifest, ranges, tensor_file
 from lockstep.checkpoint.manifest import PARTS_FILE, TREE_FILE, Damaged, Unreadable, not_read
 from lockstep.checkpoint.ranges import Parts, Range
 from lockstep.checkpoint.storage import CheckpointStorage
-from lockstep.checkpoint.stored import WRONG_CONTENT, OpenFiles
+from lockstep.checkpoint.tensor_file import WRONG_CONTENT, OpenFiles
 from lockstep.distributed.activity import Activity
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import ranks_text

@@ -28,13 +28,15 @@ class ShardReports:
         self._others = range(1, group.world_size)
         self._deadline = time.monotonic() + limit
 
+    def tell(self, name: str, text: str = "") -> None:
+        self._group.publish(f"{self._prefix}/{name}", text)
+
+    def first(self, *names: str) -> tuple[str, str] | None:
+        """Returns the first of these messages that is there, with its name."""
+        found = self._group.published([f"{self._prefix}/{name}" for name in names])
+        return next(((name, text) for name, text in zip(names, found, strict=True) if text is not None), None)
+
     # Rank 0
-
-    def ready(self, folder: str) -> None:
-        self._leave("ready", folder)
-
-    def give_turn(self, rank: int) -> None:
-        self._leave(f"turn/{rank}", "")
 
     def collect(self, final: Path) -> dict[int, dict[str, str]]:
         """Waits for the digests of all other ranks. Raises what the first of them failed with."""
@@ -42,10 +44,13 @@ class ShardReports:
 
         def look() -> dict[int, dict[str, str]] | None:
             missing = [rank for rank in self._others if rank not in found]
-            reports = self._group.published([self._key(f"report/{rank}") for rank in missing])
+            reports = self._group.published([f"{self._prefix}/report/{rank}" for rank in missing])
             for rank, report in zip(missing, reports, strict=True):
-                if report is not None:
-                    found[rank] = _digests(report)
+                message = json.loads(report) if report is not None else {}
+                if "errno" in message:
+                    raise OSError(message["errno"], message["text"])
+                if message:
+                    found[rank] = dict(message["digests"])
             return found if len(found) == len(self._others) else None
 
         if self._until(look, self._deadline) is None:
@@ -57,38 +62,27 @@ class ShardReports:
             )
         return found
 
-    def conclude(self, problem: str) -> None:
-        """Reports how it ended: well, or with a problem."""
-        self._leave("done", problem)
-
     def wait_until_heard(self, seconds: float) -> None:
         """Gives the others so long to hear how it ended; then the messages are deleted."""
-        keys = [self._key(f"heard/{rank}") for rank in self._others]
-        heard = self._until(lambda: None not in self._group.published(keys) or None, time.monotonic() + seconds)
-        if heard:
-            names = ("report", "turn", "heard")
-            self._group.forget([self._key(f"{name}/{rank}") for name in names for rank in self._others])
-            self._group.forget([self._key("ready"), self._key("done")])
+        keys = [f"{self._prefix}/heard/{rank}" for rank in self._others]
+        if self._until(lambda: None not in self._group.published(keys) or None, time.monotonic() + seconds):
+            names = [f"{name}/{rank}" for name in ("report", "turn", "heard") for rank in self._others]
+            self._group.forget([f"{self._prefix}/{name}" for name in (*names, "ready", "done")])
 
     # Other ranks
 
-    def wait_for_ready(self) -> str | None:
-        """Returns the name of the folder to write to; None where rank 0 could not make it."""
-        found = self._until(lambda: self._first("ready", "done"), self._deadline + LONGER_SECONDS)
+    def wait_for(self, what: str, *names: str) -> tuple[str, str]:
+        """Returns the first message of rank 0 that comes of these, with its name; `what` is what it has done then."""
+        found = self._until(lambda: self.first(*names), self._deadline + LONGER_SECONDS)
         if found is None:
-            raise CheckpointError(self._silent("made the files to write to"))
-        return found[1] if found[0] == "ready" else None
-
-    def wait_for_turn(self) -> bool:
-        """Returns whether rank 0 receives what this rank has; not where it has failed before."""
-        key = f"turn/{self._group.rank}"
-        found = self._until(lambda: self._first(key, "done"), self._deadline + LONGER_SECONDS)
-        if found is None:
-            raise CheckpointError(self._silent("asked for what this rank has"))
-        return found[0] == key
+            raise CheckpointError(
+                f"a checkpoint was not written: rank 0 has not {what} within {self._limit:g} s. Look at its log, and "
+                "at its disk or network file system; timeouts.checkpoint sets the limit"
+            )
+        return found
 
     def report(self, digests: Mapping[str, str]) -> None:
-        self._leave(f"report/{self._group.rank}", json.dumps({"digests": digests}))
+        self.tell(f"report/{self._group.rank}", json.dumps({"digests": digests}))
 
     def report_error(self, error: OSError) -> None:
         text = error.strerror or str(error)
@@ -97,31 +91,7 @@ class ShardReports:
             "errno": error.errno or 0,
             "text": f"rank {self._group.rank} on {socket.gethostname()}: {text}{place}",
         }
-        self._leave(f"report/{self._group.rank}", json.dumps(message))
-
-    def concluded(self) -> bool:
-        """Whether the save has ended, so that nobody needs what this rank still has to write."""
-        return self._group.published([self._key("done")])[0] is not None
-
-    def wait_for_conclusion(self) -> str:
-        """Returns what the problem was; nothing where the checkpoint was written."""
-        found = self._until(lambda: self._first("done"), self._deadline + LONGER_SECONDS)
-        if found is None:
-            raise CheckpointError(self._silent("said whether the checkpoint is whole"))
-        self._leave(f"heard/{self._group.rank}", "")
-        return found[1]
-
-    # Inside
-
-    def _key(self, name: str) -> str:
-        return f"{self._prefix}/{name}"
-
-    def _leave(self, name: str, text: str) -> None:
-        self._group.publish(self._key(name), text)
-
-    def _first(self, *names: str) -> tuple[str, str] | None:
-        found = self._group.published([self._key(name) for name in names])
-        return next(((name, text) for name, text in zip(names, found, strict=True) if text is not None), None)
+        self.tell(f"report/{self._group.rank}", json.dumps(message))
 
     def _until(self, look: Callable[[], Value | None], deadline: float) -> Value | None:
         """Polls until the deadline. It does not wait in the store, which others use."""
@@ -130,16 +100,3 @@ class ShardReports:
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
         return found
-
-    def _silent(self, what: str) -> str:
-        return (
-            f"a checkpoint was not written: rank 0 has not {what} within {self._limit:g} s. Look at its log, and at "
-            "its disk or network file system; timeouts.checkpoint sets the limit"
-        )
-
-
-def _digests(report: str) -> dict[str, str]:
-    message = json.loads(report)
-    if "errno" in message:
-        raise OSError(message["errno"], message["text"])
-    return dict(message["digests"])

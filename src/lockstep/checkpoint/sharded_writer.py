@@ -149,9 +149,9 @@ class ShardedWriter(Writer):
             path = self._create(saving.step, saving.layout.bytes, lambda folder: self._fill(folder, saving))
         except BaseException as error:
             with contextlib.suppress(Exception):  # a store that is gone must not hide what went wrong before
-                reports.conclude(str(error) or type(error).__name__)
+                reports.tell("done", str(error) or type(error).__name__)
             raise
-        reports.conclude("")
+        reports.tell("done")
         logger.info("saved %s (%.1f MB by %d ranks in %.2f s)", path.name, saving.layout.bytes / 1e6,
                     self._group.world_size, time.monotonic() - began, extra={"repeats": "saved"})  # fmt: skip
         reports.wait_until_heard(_HEARD_SECONDS)
@@ -161,7 +161,7 @@ class ShardedWriter(Writer):
         for file in saving.layout.files:
             if file.shared or not self._sees[file.owner]:
                 _make(folder / file.name, file)
-        saving.reports.ready(folder.name)
+        saving.reports.tell("ready", folder.name)
         digests = {0: self._write_blocks(folder, saving)}
         for rank, sees in enumerate(self._sees):
             if not sees:
@@ -170,7 +170,7 @@ class ShardedWriter(Writer):
             if digests.setdefault(rank, reported) != reported:
                 raise OSError(errno.EIO, f"what rank {rank} sent is not what was read back")
         parts = saving.layout.parts(self._group.world_size)
-        files = write_text(folder, PARTS_FILE, ranges.parts_text(parts))
+        files = write_text(folder, PARTS_FILE, json.dumps(parts, separators=(",", ":")) + "\n")
         files |= write_text(folder, INDEX_FILE, json.dumps(saving.layout.index(), indent=2) + "\n")
         files |= write_text(folder, TREE_FILE, json.dumps({"shared": saving.shared, "state": saving.tree}))
         for file in saving.layout.files:
@@ -181,8 +181,8 @@ class ShardedWriter(Writer):
 
     def _follow(self, saving: _Save) -> None:
         reports = saving.reports
-        name = reports.wait_for_ready()
-        if name is not None:
+        what, name = reports.wait_for("made the files to write to", "ready", "done")
+        if what == "ready":
             try:
                 sees = self._sees[self._group.rank]
                 reports.report(self._write_blocks(self.store.folder / name, saving) if sees else self._send(saving))
@@ -190,7 +190,8 @@ class ShardedWriter(Writer):
                 reports.report_error(error)
             except BaseException as error:
                 reports.report_error(OSError(errno.EIO, f"{type(error).__name__}: {error}"))
-        problem = reports.wait_for_conclusion()
+        _, problem = reports.wait_for("said whether the checkpoint is whole", "done")
+        reports.tell(f"heard/{self._group.rank}")
         if problem:
             raise CheckpointError(problem)
 
@@ -203,7 +204,7 @@ class ShardedWriter(Writer):
             mine = saving.layout.written_by(rank, file)
             if not mine and rank != file.owner:
                 continue
-            if saving.reports.concluded():  # it failed elsewhere
+            if saving.reports.first("done"):  # it failed elsewhere
                 return digests
             if not file.shared:
                 _make(folder / file.name, file)
@@ -222,8 +223,8 @@ class ShardedWriter(Writer):
     def _send(self, saving: _Save) -> dict[str, str]:
         """Sends this rank's blocks to rank 0, when it is its turn; returns the digests of its parts of the files."""
         digests: dict[str, str] = {}
-        if not saving.reports.wait_for_turn():
-            return digests
+        if saving.reports.wait_for("asked for what this rank has", f"turn/{self._group.rank}", "done")[0] == "done":
+            return digests  # rank 0 has failed before
         for file in saving.layout.files:
             mine = saving.layout.written_by(self._group.rank, file)
             found = hashlib.sha256(file.header if self._group.rank == file.owner else b"")
@@ -242,7 +243,7 @@ class ShardedWriter(Writer):
 
         It receives to the end also where the disk is full, since the other rank goes on sending.
         """
-        saving.reports.give_turn(rank)
+        saving.reports.tell(f"turn/{rank}")
         problem: OSError | None = None
         buffer = torch.empty(ranges.PIECE_BYTES, dtype=torch.uint8)
         for file in saving.layout.files:

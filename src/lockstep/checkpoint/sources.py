@@ -17,7 +17,7 @@ from lockstep import run_files
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.manifest import INDEX_FILE, MANIFEST_FILE, MODEL_FILE, TREE_FILE, Damaged, Unreadable
 from lockstep.checkpoint.storage import CheckpointStorage
-from lockstep.checkpoint.stored import WRONG_CONTENT, OpenFiles
+from lockstep.checkpoint.tensor_file import WRONG_CONTENT, OpenFiles
 from lockstep.config.plain import read_text
 from lockstep.config.yaml_text import parse_yaml
 from lockstep.distributed.activity import Activity

@@ -202,8 +202,8 @@ def _set(raw: dict[str, Any], places: dict[KeyPath, str], keys: tuple[str, ...],
         node[key] = dict(below)
         node = node[key]
     node[keys[-1]] = value
-    for key in [key for key in places if key[: len(keys)] == keys]:
-        del places[key]
+    for known in [each for each in places if each[: len(keys)] == keys]:
+        del places[known]
     for n in range(1, len(keys) + 1):
         places.setdefault(keys[:n], place)
 

@@ -119,7 +119,7 @@ class Pass:
             self._digest = self._digest or chunk.digest
             counts[self._cut.dp_rank] = chunk.count
             if chunk.count:
-                yield from self._cut.micro_batches(number, chunk, counts, False, self._spare, None)
+                yield from self._cut.micro_batches(number, chunk, counts, False, lambda: self._spare, None)
 
     def compare(self, group: Group) -> None:
         """After `micro_batches` on all ranks: checks that those that read all of a stream read the same."""
@@ -142,7 +142,7 @@ class Pass:
             while sum(counts):
                 place = self._place_after(chunk)
                 following, coming = next(batches)
-                yield from self._cut.micro_batches(number, chunk, counts, not sum(coming), self._spare, place)
+                yield from self._cut.micro_batches(number, chunk, counts, not sum(coming), lambda: self._spare, place)
                 number, chunk, counts = number + 1, following, coming
         finally:
             chunks.close()
@@ -161,22 +161,15 @@ class Pass:
     # Reading
 
     def _chunks(self) -> Generator[Chunk, None, None]:
-        return self._from_workers() if self._loading.workers else self._from_here()
-
-    def _from_here(self) -> Generator[Chunk, None, None]:
-        pin = self._loading.pin_memory and torch.cuda.is_available()
-        chunks = self._readers.read(0)
         try:
-            for chunk in chunks:
-                yield chunk.pin_memory() if pin else chunk
-        finally:
-            chunks.close()
-            self.close()
-
-    def _from_workers(self) -> Generator[Chunk, None, None]:
-        self._loader = workers.loader(_InWorker(self._readers), self._loading, count=len(self._readers.readers))
-        try:
-            yield from workers.fetched(self._loader)
+            if self._loading.workers:
+                self._loader = workers.loader(_InWorker(self._readers), self._loading, count=len(self._readers.readers))
+                yield from workers.fetched(self._loader)
+                return
+            pin = self._loading.pin_memory and torch.cuda.is_available()
+            with contextlib.closing(self._readers.read(0)) as chunks:
+                for chunk in chunks:
+                    yield chunk.pin_memory() if pin else chunk
         finally:
             self.close()
 
@@ -193,15 +186,12 @@ class Pass:
         raise self._empty()
 
     @cached_property
-    def _for_nothing(self) -> Any:
-        return self._cut.spare(self._first_example, usual=True)
-
     def _spare(self) -> Any:
-        """Returns what a rank computes that has run out while others have not: it counts for nothing.
+        """What a rank computes that has run out while others have not: it counts for nothing.
 
         It is read anew, so that it is the same for a rank that ran out before the run was interrupted.
         """
-        return self._for_nothing
+        return self._cut.spare(self._first_example, usual=True)
 
     # In step
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.header import read_header
-from lockstep.checkpoint.ranges import from_start
 from lockstep.config.load import load
 from lockstep.config.schema import RunConfig
 from lockstep.errors import CheckpointError, ConfigError
@@ -228,8 +227,7 @@ def batch_statistics(run: Path) -> list[str]:
     newest = max((run / "checkpoints").glob("step-*"), default=None)
     for file in [] if newest is None else sorted(newest.glob("model*.safetensors")):
         with file.open("rb") as stream:
-            entries, _ = read_header(from_start(stream.fileno()), file.stat().st_size)
-        names |= {each.tensor for each in entries}
+            names |= {each.tensor for each in read_header(stream, file.stat().st_size)}
     return sorted(name.removesuffix(".running_mean") for name in names if name.endswith(".running_mean"))
 
 
