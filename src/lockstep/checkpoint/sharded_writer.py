@@ -85,9 +85,11 @@ class ShardedWriter(Writer):
     def save(self, step: int, model: Mapping[str, Tensor], state: Any, about: Mapping[str, Any]) -> None:
         if not self._sees:
             self._sees = self.store.who_sees(self._group)
-            hosts = self._group.gather(_host(), "the hosts that write a checkpoint")
+            boot = Path("/proc/sys/kernel/random/boot_id")  # tells hosts of one name apart
+            host = [socket.gethostname(), boot.read_text(encoding="utf-8") if boot.exists() else ""]
+            hosts = self._group.gather(host, "the hosts that write a checkpoint")
             # Rank 0 writes for those that do not see its folder.
-            self._apart = len({host for host, sees in zip(hosts, self._sees, strict=True) if sees}) > 1
+            self._apart = len({tuple(each) for each, sees in zip(hosts, self._sees, strict=True) if sees}) > 1
         super().save(step, model, state, about)
 
     @property
@@ -233,7 +235,9 @@ class ShardedWriter(Writer):
                 for each in ranges.chopped(there):
                     piece, rest = rest[: each.bytes], rest[each.bytes :]
                     found.update(tensor_file.memory(piece))
-                    self._group.send(piece, 0, _sent(saving.step, self._group.rank))
+                    self._group.send(
+                        piece, 0, f"the checkpoint of step {saving.step}, as rank {self._group.rank} sends it"
+                    )
             if mine:
                 digests[file.name] = found.hexdigest()
         return digests
@@ -251,7 +255,9 @@ class ShardedWriter(Writer):
                 for _, there in saving.layout.written_by(rank, file):
                     for each in ranges.chopped(there):
                         piece = buffer[: each.bytes]
-                        self._group.receive(piece, rank, _sent(saving.step, rank))
+                        self._group.receive(
+                            piece, rank, f"the checkpoint of step {saving.step}, as rank {rank} sends it"
+                        )
                         try:
                             if problem is None:
                                 ranges.put(descriptor, [each], tensor_file.memory(piece), lambda _: None)
@@ -266,14 +272,6 @@ class ShardedWriter(Writer):
             for file in saving.layout.files
             if saving.layout.written_by(rank, file)
         }
-
-
-def _host() -> str:
-    """Returns what tells this host from others, also where two of them have one name."""
-    try:
-        return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text(encoding='utf-8')}"
-    except OSError:
-        return socket.gethostname()
 
 
 @contextlib.contextmanager
@@ -297,10 +295,6 @@ def _read_back(path: Path, file: File, rank: int, layout: Layout) -> str:
         raise OSError(errno.EIO, "it is shorter than what was written", str(path)) from None
     finally:
         os.close(descriptor)
-
-
-def _sent(step: int, rank: int) -> str:
-    return f"the checkpoint of step {step}, as rank {rank} sends it"
 
 
 def _held(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, _Held]:
