@@ -226,18 +226,16 @@ class ShardAssignment:
         cut, pieces, readers = self.cut, len(self.order), self.cut.dp_size * max(self.workers, 1)
         if self.kind != WHOLE and cut.batch_size < cut.dp_size:
             raise ConfigError(
-                f"batch_size: {cut.batch_size} examples of {self.name} cannot be shared by {cut.dp_size} ranks, "
-                f"each of "
-                f"which takes them from a part of its own: set it to {cut.dp_size} or more"
+                f"batch_size: {cut.batch_size} examples of {self.name} cannot be shared by {cut.dp_size} ranks, each "
+                f"of which takes them from a part of its own: set it to {cut.dp_size} or more"
             )
         if resumes:
             return
         if self.kind == PIECES and pieces < cut.dp_size:
             raise ConfigError(
-                f"{self.name}: {pieces} shards for {cut.dp_size} ranks leave {cut.dp_size - pieces} of them "
-                f"without any: "
-                f"write the data into {readers} shards or more (ranks x workers), or train with {pieces} processes or "
-                "fewer"
+                f"{self.name}: {pieces} shards for {cut.dp_size} ranks leave {cut.dp_size - pieces} of them without "
+                f"any: write the data into {readers} shards or more (ranks x workers), or train with {pieces} "
+                "processes or fewer"
             )
         if self.kind == PIECES and pieces < readers:
             logger.info(
