@@ -22,7 +22,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,24 +123,26 @@ class ShardedWriter(Writer):
 
     def _agree(self, held: Mapping[str, _Held], model: Mapping[str, Tensor]) -> tuple[Layout, dict[str, str]]:
         """Returns the layout that all ranks agree on, a new one where anything has changed on any of them."""
-        spread = {key: each for key, each in held.items() if each.item.spread}
-        mine = held if self._group.rank == 0 else spread
-        text = json.dumps([[each.item.plain(), each.block] for each in mine.values()])
+        mine = [each for each in held.values() if each.item.spread or self._group.rank == 0]
+        text = json.dumps([[each.item.plain(), each.block] for each in mine])
         digests = self._group.gather(hashlib.sha256(text.encode()).hexdigest(), "the tensors to save")
         if self._agreed is not None and self._agreed[0] == digests:
             return self._agreed[1], self._agreed[2]
-        message = self._group.agree(lambda: _described(held, model), "the layout of the checkpoint")
-        items = [Item.from_plain(each) for each in message["items"]]
-        problem, blocks = _compared(items, spread, message["shared"])
-        answers: list[Any] = self._group.gather(
-            {"problem": problem, "blocks": blocks}, "what each rank has of the tensors to save"
-        )
-        problems = {rank: each["problem"] for rank, each in enumerate(answers) if each["problem"]}
-        if problems:
-            rank, text = next(iter(problems.items()))
-            raise CheckpointError(f"{self.store.folder}: no checkpoint can be written: on rank {rank} {text}")
-        had = [[Block(tuple(offset), tuple(size)) for offset, size in each["blocks"]] for each in answers]
-        self._agreed = (digests, layouts.make(items, had, self._apart), message["shared"])
+        kept = {name: held[f"{layouts.MODEL}/{name}"].tensor for name in model}
+        shared = self._group.agree(lambda: codec.shared_names(kept), "which weights are tied")  # they are saved once
+        tied = {f"{layouts.MODEL}/{name}" for name in shared}
+        items: list[Item] = []  # of rank 0, which all others must have as far as they are spread
+        had: list[list[Block]] = []
+        for rank, answer in enumerate(self._group.gather(text, "what each rank has of the tensors to save")):
+            given = [(Item.from_plain(plain), block) for plain, block in json.loads(answer)]
+            here = {item.key: (item, Block(*map(tuple, block))) for item, block in given if item.key not in tied}
+            items = items or [item for item, _ in here.values()]
+            spread = {item.key: item for item in items if item.spread}
+            problem = _difference({key: item for key, (item, _) in here.items() if item.spread}, spread)
+            if problem:
+                raise CheckpointError(f"{self.store.folder}: no checkpoint can be written: on rank {rank} {problem}")
+            had.append([here[key][1] for key in spread])
+        self._agreed = (digests, layouts.make(items, had, self._apart), shared)
         return self._agreed[1], self._agreed[2]
 
     # In the background, or in the training thread where that waits
@@ -311,29 +313,15 @@ def _held(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, _Held]:
     return held
 
 
-def _described(held: Mapping[str, _Held], model: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What rank 0 sends to the others about the tensors to save: tied weights are saved once."""
-    shared = codec.shared_names({name: held[f"{layouts.MODEL}/{name}"].tensor for name in model})
-    tied = {f"{layouts.MODEL}/{name}" for name in shared}
-    items = [each.item for key, each in held.items() if key not in tied]
-    return {"items": [each.plain() for each in items], "shared": shared}
-
-
-def _compared(
-    items: Sequence[Item], spread: Mapping[str, _Held], shared: Mapping[str, str]
-) -> tuple[str | None, list[Block]]:
-    """Returns why this rank's sharded tensors do not fit rank 0's, and its blocks of them."""
-    wanted = {item.key: item for item in items if item.spread}
-    tied = {f"{layouts.MODEL}/{name}" for name in shared}
-    more = [key for key in spread if key not in wanted and key not in tied]
-    fewer = [key for key in wanted if key not in spread]
-    if more or fewer:
-        what = f"has {more[0]!r}, which rank 0 has not" if more else f"lacks {fewer[0]!r}, which rank 0 has"
-        return f"the state {what}: it must have the same tensors on all ranks", []
-    for key, item in wanted.items():
-        if spread[key].item != item:
-            return f"{key!r} is {spread[key].item.plain()[2:]}, and on rank 0 {item.plain()[2:]}", []
-    return None, [spread[key].block for key in wanted]
+def _difference(given: Mapping[str, Item], wanted: Mapping[str, Item]) -> str | None:
+    """Returns why a rank's sharded tensors do not fit rank 0's."""
+    for key in [*given, *wanted]:
+        if key not in wanted or key not in given:
+            what = f"has {key!r}, which rank 0 has not" if key in given else f"lacks {key!r}, which rank 0 has"
+            return f"the state {what}: it must have the same tensors on all ranks"
+        if given[key] != wanted[key]:
+            return f"{key!r} is {given[key].plain()[2:]}, and on rank 0 {wanted[key].plain()[2:]}"
+    return None
 
 
 def _make(path: Path, file: File) -> None:

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Readers:
+class Readers(IterableDataset[Any]):
     """The readers of one rank, and all that a worker needs to know to run one of them."""
 
     kind: str
@@ -44,6 +44,16 @@ class Readers:
     readers: list[ReaderShards]
     cut: BatchSlice
     start: int
+
+    def __iter__(self) -> Iterator[Chunk]:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        # What is divided here must not divide itself once more by the worker that it is in. What divides itself must
+        # find itself in the same worker as before it was interrupted.
+        number, count = self.readers[info.id].number, len(self.readers)
+        same = torch_worker.WorkerInfo(id=number, num_workers=count, seed=info.seed, dataset=info.dataset)
+        torch_worker._worker_info = same if self.kind == OWN else None
+        return self.read(info.id)
 
     def read(self, number: int) -> Generator[Chunk, None, None]:
         cut, shards, batch = self.cut, self.readers[number], self.start
@@ -163,7 +173,7 @@ class Pass:
     def _chunks(self) -> Generator[Chunk, None, None]:
         try:
             if self._loading.workers:
-                self._loader = workers.loader(_InWorker(self._readers), self._loading, count=len(self._readers.readers))
+                self._loader = workers.loader(self._readers, self._loading, count=len(self._readers.readers))
                 yield from workers.fetched(self._loader)
                 return
             pin = self._loading.pin_memory and torch.cuda.is_available()
@@ -243,22 +253,6 @@ class Pass:
                 f"out what does not fill a batch: lower batch_size or set drop_last to false. {again}"
             )
         return ConfigError(f"{name} has no examples in epoch {self._epoch}. {again}")
-
-
-class _InWorker(IterableDataset[Any]):
-    def __init__(self, readers: Readers) -> None:
-        self._readers = readers
-
-    def __iter__(self) -> Iterator[Chunk]:
-        info = torch.utils.data.get_worker_info()
-        assert info is not None
-        own, readers = self._readers.kind == OWN, self._readers.readers
-        # What is divided here must not divide itself once more by the worker that it is in. What divides itself must
-        # find itself in the same worker as before it was interrupted.
-        number = readers[info.id].number
-        same = torch_worker.WorkerInfo(id=number, num_workers=len(readers), seed=info.seed, dataset=info.dataset)
-        torch_worker._worker_info = same if own else None
-        return self._readers.read(info.id)
 
 
 class Streams:
