@@ -163,16 +163,19 @@ class ShardedWriter(Writer):
     def _fill(self, folder: Path, saving: _Save) -> None:
         """For rank 0: writes all files of a checkpoint, together with the other ranks."""
         for file in saving.layout.files:
-            if file.shared or not self._sees[file.owner]:
+            if file.shared:
                 _make(folder / file.name, file)
         saving.reports.tell("ready", folder.name)
-        digests = {0: self._write_blocks(folder, saving)}
+        digests = {0: self._write_blocks(folder, saving, 0, saving.copies)}
+        received: dict[int, dict[str, str]] = {}
         for rank, sees in enumerate(self._sees):
             if not sees:
-                digests[rank] = self._receive(folder, saving, rank)
+                copies, received[rank] = self._receive(saving, rank)
+                digests[rank] = self._write_blocks(folder, saving, rank, copies)
         for rank, reported in saving.reports.collect(self.store.path(saving.step)).items():
-            if digests.setdefault(rank, reported) != reported:
-                raise OSError(errno.EIO, f"what rank {rank} sent is not what was read back")
+            if received.get(rank, reported) != reported:
+                raise OSError(errno.EIO, f"what rank {rank} sent is not what was received")
+            digests.setdefault(rank, reported)
         parts = saving.layout.parts(self._group.world_size)
         files = write_text(folder, PARTS_FILE, json.dumps(parts, separators=(",", ":")) + "\n")
         files |= write_text(folder, INDEX_FILE, json.dumps(saving.layout.index(), indent=2) + "\n")
@@ -188,8 +191,9 @@ class ShardedWriter(Writer):
         what, name = reports.wait_for("made the files to write to", "ready", "done")
         if what == "ready":
             try:
-                sees = self._sees[self._group.rank]
-                reports.report(self._write_blocks(self.store.folder / name, saving) if sees else self._send(saving))
+                rank, folder = self._group.rank, self.store.folder / name
+                sees = self._sees[rank]
+                reports.report(self._write_blocks(folder, saving, rank, saving.copies) if sees else self._send(saving))
             except OSError as error:
                 reports.report_error(error)
             except BaseException as error:
@@ -199,10 +203,9 @@ class ShardedWriter(Writer):
         if problem:
             raise CheckpointError(problem)
 
-    def _write_blocks(self, folder: Path, saving: _Save) -> dict[str, str]:
-        """Writes this rank's blocks; returns the digests of its parts of the files."""
-        rank, files = self._group.rank, saving.layout.files
-        digests: dict[str, str] = {}
+    def _write_blocks(self, folder: Path, saving: _Save, rank: int, copies: Mapping[str, Tensor]) -> dict[str, str]:
+        """Writes the blocks of a rank; returns the digests of its parts of the files."""
+        files, digests = saving.layout.files, dict[str, str]()
         first = rank * len(files) // self._group.world_size  # each rank begins with another file
         for file in [*files[first:], *files[:first]]:
             mine = saving.layout.written_by(rank, file)
@@ -215,7 +218,7 @@ class ShardedWriter(Writer):
             found = hashlib.sha256(file.header if rank == file.owner else b"")
             with _writing(folder / file.name) as descriptor:
                 for item, there in mine:
-                    ranges.put(descriptor, there, tensor_file.memory(saving.copies[item.key]), found.update)
+                    ranges.put(descriptor, there, tensor_file.memory(copies[item.key]), found.update)
                 os.fsync(descriptor)
             digests[file.name] = _read_back(folder / file.name, file, rank, saving.layout)
             if digests[file.name] != found.hexdigest():
@@ -225,55 +228,26 @@ class ShardedWriter(Writer):
     # Ranks whose host does not see the folder
 
     def _send(self, saving: _Save) -> dict[str, str]:
-        """Sends this rank's blocks to rank 0, when it is its turn; returns the digests of its parts of the files."""
-        digests: dict[str, str] = {}
-        if saving.reports.wait_for("asked for what this rank has", f"turn/{self._group.rank}", "done")[0] == "done":
-            return digests  # rank 0 has failed before
-        for file in saving.layout.files:
-            mine = saving.layout.written_by(self._group.rank, file)
-            found = hashlib.sha256(file.header if self._group.rank == file.owner else b"")
-            for item, there in mine:
-                rest = saving.copies[item.key].reshape(-1).view(torch.uint8)
-                for each in ranges.chopped(there):
-                    piece, rest = rest[: each.bytes], rest[each.bytes :]
-                    found.update(tensor_file.memory(piece))
-                    self._group.send(
-                        piece, 0, f"the checkpoint of step {saving.step}, as rank {self._group.rank} sends it"
-                    )
-            if mine:
-                digests[file.name] = found.hexdigest()
-        return digests
+        """Sends this rank's blocks to rank 0, when it is its turn; returns the digest of all that was sent."""
+        rank, found = self._group.rank, hashlib.sha256()
+        if saving.reports.wait_for("asked for what this rank has", f"turn/{rank}", "done")[0] == "done":
+            return {}  # rank 0 has failed before
+        for tensor in saving.copies.values():
+            for piece in torch.split(tensor.reshape(-1).view(torch.uint8), ranges.PIECE_BYTES):
+                found.update(tensor_file.memory(piece))
+                self._group.send(piece, 0, f"the checkpoint of step {saving.step}, as rank {rank} sends it")
+        return {"sent": found.hexdigest()}
 
-    def _receive(self, folder: Path, saving: _Save, rank: int) -> dict[str, str]:
-        """Writes what another rank sends, and returns the digests of what is read back.
-
-        It receives to the end also where the disk is full, since the other rank goes on sending.
-        """
+    def _receive(self, saving: _Save, rank: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """For rank 0: returns the blocks that another rank sends, and their digest."""
         saving.reports.tell(f"turn/{rank}")
-        problem: OSError | None = None
-        buffer = torch.empty(ranges.PIECE_BYTES, dtype=torch.uint8)
-        for file in saving.layout.files:
-            with _writing(folder / file.name) as descriptor:
-                for _, there in saving.layout.written_by(rank, file):
-                    for each in ranges.chopped(there):
-                        piece = buffer[: each.bytes]
-                        self._group.receive(
-                            piece, rank, f"the checkpoint of step {saving.step}, as rank {rank} sends it"
-                        )
-                        try:
-                            if problem is None:
-                                ranges.put(descriptor, [each], tensor_file.memory(piece), lambda _: None)
-                        except OSError as error:
-                            problem = error
-                if problem is None:
-                    os.fsync(descriptor)
-        if problem is not None:
-            raise problem
-        return {
-            file.name: _read_back(folder / file.name, file, rank, saving.layout)
-            for file in saving.layout.files
-            if saving.layout.written_by(rank, file)
-        }
+        copies, found = dict[str, Tensor](), hashlib.sha256()
+        for item, there in (each for file in saving.layout.files for each in saving.layout.written_by(rank, file)):
+            copies[item.key] = torch.empty(ranges.total(there), dtype=torch.uint8)
+            for piece in torch.split(copies[item.key], ranges.PIECE_BYTES):
+                self._group.receive(piece, rank, f"the checkpoint of step {saving.step}, as rank {rank} sends it")
+                found.update(tensor_file.memory(piece))
+        return copies, {"sent": found.hexdigest()}
 
 
 @contextlib.contextmanager

@@ -117,9 +117,8 @@ def _open_run(folder: Path, source: Source) -> None:
 
 def _open_checkpoint(folder: Path, source: Source, checked: bool = False) -> None:
     try:
-        problem = None if checked else manifest.problem(folder)
-        if problem is not None:
-            raise Damaged(problem)
+        if not checked:
+            manifest.check(folder)
         meta = manifest.read(folder)
         tree = json.loads(manifest.read_small(folder, TREE_FILE, meta))
         shared, frozen = dict(tree["shared"]), bool(tree["state"].get("frozen"))
