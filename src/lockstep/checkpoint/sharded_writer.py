@@ -4,7 +4,7 @@ Where all ranks are on one host, they write into the same files, which hold whol
 a file each, with pieces of tensors: network file systems do not promise that hosts may write to one file at the same
 time. Every rank reads back what it wrote, and its digests are of that. Training waits while every rank copies the
 blocks that it is going to write to its host's memory, and for nothing else. The rest is done by a thread of each rank.
-These threads talk through the store (shard_reports.py), since the training threads need the ranks' groups:
+These threads talk through the store (ShardReports), since the training threads need the ranks' groups:
 
     rank 0: makes the folder and the files, says "ready"      others: wait for it
     all: write their blocks, read them back, and report the digests, or what went wrong
@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,12 +34,12 @@ from lockstep.checkpoint import codec, manifest, ranges, tensor_file
 from lockstep.checkpoint import layout as layouts
 from lockstep.checkpoint.layout import Block, File, Item, Layout
 from lockstep.checkpoint.manifest import INDEX_FILE, PARTS_FILE, TREE_FILE
-from lockstep.checkpoint.shard_reports import LONGER_SECONDS, ShardReports
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.checkpoint.writer import Writer, check_types, wait_for_copies, write_text
 from lockstep.config.plain import finite
 from lockstep.config.schema import Checkpoint
 from lockstep.distributed.group import Group
+from lockstep.distributed.topology import ranks_text
 from lockstep.errors import CheckpointError
 from lockstep.strategy.slices import slice_of
 
@@ -304,3 +304,92 @@ def _make(path: Path, file: File) -> None:
         os.truncate(descriptor, file.size)
         header = memoryview(file.header)
         ranges.put(descriptor, [ranges.Range(0, len(header), len(header), 1)], header, lambda _: None)
+
+
+Value = TypeVar("Value")
+
+# By how much another rank waits longer for rank 0 than rank 0 does for it.
+LONGER_SECONDS = 10.0
+_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.1
+
+
+class ShardReports:
+    """The messages of one save, under keys that no other save has."""
+
+    def __init__(self, group: Group, prefix: str, limit: float) -> None:
+        self._group, self._prefix, self._limit = group, prefix, limit
+        self._others = range(1, group.world_size)
+        self._deadline = time.monotonic() + limit
+
+    def tell(self, name: str, text: str = "") -> None:
+        self._group.publish(f"{self._prefix}/{name}", text)
+
+    def first(self, *names: str) -> tuple[str, str] | None:
+        """Returns the first of these messages that is there, with its name."""
+        found = self._group.published([f"{self._prefix}/{name}" for name in names])
+        return next(((name, text) for name, text in zip(names, found, strict=True) if text is not None), None)
+
+    # Rank 0
+
+    def collect(self, final: Path) -> dict[int, dict[str, str]]:
+        """Waits for the digests of all other ranks. Raises what the first of them failed with."""
+        found: dict[int, dict[str, str]] = {}
+
+        def look() -> dict[int, dict[str, str]] | None:
+            missing = [rank for rank in self._others if rank not in found]
+            reports = self._group.published([f"{self._prefix}/report/{rank}" for rank in missing])
+            for rank, report in zip(missing, reports, strict=True):
+                message = json.loads(report) if report is not None else {}
+                if "errno" in message:
+                    raise OSError(message["errno"], message["text"])
+                if message:
+                    found[rank] = dict(message["digests"])
+            return found if len(found) == len(self._others) else None
+
+        if self._until(look, self._deadline) is None:
+            missing = ranks_text([rank for rank in self._others if rank not in found])
+            raise CheckpointError(
+                f"{final}: the checkpoint was not written: {missing} did not write the parts within {self._limit:g} s. "
+                "Nothing of it was kept; earlier checkpoints are untouched. Look at the log of that rank, and at its "
+                "disk or network file system; timeouts.checkpoint sets the limit"
+            )
+        return found
+
+    def wait_until_heard(self, seconds: float) -> None:
+        """Gives the others so long to hear how it ended; then the messages are deleted."""
+        keys = [f"{self._prefix}/heard/{rank}" for rank in self._others]
+        if self._until(lambda: None not in self._group.published(keys) or None, time.monotonic() + seconds):
+            names = [f"{name}/{rank}" for name in ("report", "turn", "heard") for rank in self._others]
+            self._group.forget([f"{self._prefix}/{name}" for name in (*names, "ready", "done")])
+
+    # Other ranks
+
+    def wait_for(self, what: str, *names: str) -> tuple[str, str]:
+        """Returns the first message of rank 0 that comes of these, with its name; `what` is what it has done then."""
+        found = self._until(lambda: self.first(*names), self._deadline + LONGER_SECONDS)
+        if found is None:
+            raise CheckpointError(
+                f"a checkpoint was not written: rank 0 has not {what} within {self._limit:g} s. Look at its log, and "
+                "at its disk or network file system; timeouts.checkpoint sets the limit"
+            )
+        return found
+
+    def report(self, digests: Mapping[str, str]) -> None:
+        self.tell(f"report/{self._group.rank}", json.dumps({"digests": digests}))
+
+    def report_error(self, error: OSError) -> None:
+        text = error.strerror or str(error)
+        place = f", where it writes {Path(error.filename).name}" if error.filename else ""
+        message = {
+            "errno": error.errno or 0,
+            "text": f"rank {self._group.rank} on {socket.gethostname()}: {text}{place}",
+        }
+        self.tell(f"report/{self._group.rank}", json.dumps(message))
+
+    def _until(self, look: Callable[[], Value | None], deadline: float) -> Value | None:
+        """Polls until the deadline. It does not wait in the store, which others use."""
+        pause = _PAUSE_SECONDS
+        while (found := look()) is None and time.monotonic() < deadline:
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
+        return found
