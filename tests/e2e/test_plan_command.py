@@ -32,7 +32,7 @@ def test_weights_and_optimizer_state_are_those_of_a_checkpoint(project: Project)
         "train": {"steps": 2, "batch_size": 12},
     }
     run = project.train(processes=2, **values)
-    saved = project.run("checkpoint", "merge", run, "--out", project.folder / "weights.safetensors")
+    saved = project.run("export", run, "--to", "safetensors", "--out", project.folder / "weights.safetensors")
     assert saved.code == 0, saved.text
     weights = load_file(project.folder / "weights.safetensors")
     plan = planned(project, "t4x2", **values)

@@ -1,4 +1,4 @@
-"""A checkpoint comes back to all ranks with one reading per host, and all of them pass over what is damaged."""
+"""A checkpoint comes back to all ranks, and all of them pass over what is damaged on the disk of any."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 import lockstep
 from lockstep.checkpoint import codec
-from lockstep.checkpoint.manifest import FILES, MODEL_FILE
+from lockstep.checkpoint.manifest import MODEL_FILE
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.checkpoint.writer import Snapshot, write
 
@@ -40,7 +40,7 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(data)
 
 
-def test_one_rank_of_every_host_reads_each_file_once(tmp_path: Path) -> None:
+def test_what_is_damaged_on_any_host_is_passed_over_by_all(tmp_path: Path) -> None:
     """Ranks 0 and 2 on one host, 1 on another; and what they find on disks of their own."""
     stores = {host: fill(tmp_path / "run" / host) for host in ("a", "b")}
     flip_a_bit(stores["b"].path(3) / MODEL_FILE)  # whole where rank 0 looks
@@ -55,8 +55,8 @@ def test_one_rank_of_every_host_reads_each_file_once(tmp_path: Path) -> None:
             "step-00000003 is damaged: as rank 1 reads it, model.safetensors does not match its digest" in each["asked"]
         )
         assert each["empty"] is None
-    assert [each["opened"] for each in (zero, one)] == [dict.fromkeys([*FILES], 1)] * 2
-    assert two["opened"] == {}, "its host has a reader"
+    # What ranks 0 and 2 divide between them for the digests, rank 1 reads alone; and each reads all once more.
+    assert zero["opened"][MODEL_FILE] + two["opened"][MODEL_FILE] == 3 and one["opened"][MODEL_FILE] == 2
     assert [len(each["warnings"]) for each in (zero, one, two)] == [1, 0, 0]
     assert "checkpoint step-00000003 is damaged and is passed over: as rank 1 reads it" in zero["warnings"][0]
 
@@ -71,7 +71,7 @@ def test_a_host_that_does_not_see_a_checkpoint_gets_it_from_rank_0(tmp_path: Pat
     for each in (zero, one, two):
         assert each["newest"] == {"step": 2, "sum": zero["newest"]["sum"], "momentum": 2.0, "tied": True}
         assert each["best"]["step"] == 1
-    assert [each["opened"] for each in (zero, one, two)] == [dict.fromkeys([*FILES], 1), {}, {}]
+    assert not list((tmp_path / "run" / "b").glob(".partial-*")), "nothing of the copy stays"
     assert "passed over: model.safetensors does not match its digest" in zero["warnings"][0]
 
 

@@ -92,6 +92,10 @@ def lockstep_checkpoint(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["checkpoint", *map(str, arguments)])
 
 
+def export(run: Path, out: Path) -> Result:
+    return CliRunner().invoke(main, ["export", str(run), "--to", "safetensors", "--out", str(out)])
+
+
 def checkpoint(run: Path, step: int = 2) -> Path:
     return CheckpointStorage(run / "run" / "checkpoints").path(step)
 
@@ -131,11 +135,11 @@ def test_ranks_on_several_hosts_write_no_file_together(saved: dict[str, Path], t
     told = manifest.read(folder)
     parts = manifest.read_parts(folder, told)
     assert len(parts) > 3 and all(len(ranks) == 1 for ranks in parts.values()), "of every file one writer"
-    merged = lockstep_checkpoint("merge", saved[mesh] / "run", "--out", tmp_path / "one.safetensors")
+    merged = export(saved[mesh] / "run", tmp_path / "one.safetensors")
     assert merged.exit_code == 0, merged.output
     weights = load_file(tmp_path / "one.safetensors")
     weights["angles"] = torch.view_as_complex(weights["angles"])
-    expected = lockstep_checkpoint("merge", saved["fsdp 2"] / "run", "--out", tmp_path / "other.safetensors")
+    expected = export(saved["fsdp 2"] / "run", tmp_path / "other.safetensors")
     assert expected.exit_code == 0 and set(weights) == set(load_file(tmp_path / "other.safetensors"))
     assert all(torch.equal(each, bodies.value(name, tuple(each.shape), each.dtype)) for name, each in weights.items())
     assert batch_statistics(saved[mesh] / "run") == ["norm"]
@@ -286,7 +290,7 @@ def test_commands_know_what_several_ranks_wrote(saved: dict[str, Path], tmp_path
     listed = lockstep_checkpoint("list", run).stdout.splitlines()
     assert [line.split()[:1] for line in listed[1:]] == [["1"], ["2"]] and listed[1].split()[3:5] == ["4", "2"]
     assert lockstep_checkpoint("verify", run).exit_code == 0
-    merged = lockstep_checkpoint("merge", run, "--out", tmp_path / "model.safetensors")
+    merged = export(run, tmp_path / "model.safetensors")
     assert merged.exit_code == 0, merged.output
     weights = load_file(tmp_path / "model.safetensors")
     weights["angles"] = torch.view_as_complex(weights["angles"])

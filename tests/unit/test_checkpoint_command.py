@@ -61,11 +61,6 @@ def test_list(run: Path) -> None:
     assert aside == "set aside: aside-step-00000015"
 
 
-def test_a_step_that_there_is_not(run: Path, tmp_path: Path) -> None:
-    missing = lockstep("merge", run, "--step", 6, "--out", tmp_path / "out")
-    assert missing.exit_code == 5 and "there is no checkpoint of step 6 (steps with one: 5, 10)" in missing.output
-
-
 def test_verify(run: Path) -> None:
     assert lockstep("verify", run).stdout == "step-00000005 is whole\nstep-00000010 is whole\n"
     damage(run, 5)
@@ -74,20 +69,26 @@ def test_verify(run: Path) -> None:
     told = "step-00000005 is damaged: model.safetensors does not match its digest in the manifest"
     assert found.stdout == f"{told}\nstep-00000010 is whole\n"
     assert lockstep("verify", run, "--step", 10).exit_code == 0
+    missing = lockstep("verify", run, "--step", 6)
+    assert missing.exit_code == 5 and "there is no checkpoint of step 6 (steps with one: 5, 10)" in missing.output
 
 
-def test_merge(run: Path, tmp_path: Path) -> None:
+def export(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["export", "--to", "safetensors", *map(str, arguments)])
+
+
+def test_weights_are_exported_without_a_task_or_a_config(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "model.safetensors"
-    found = lockstep("merge", run, "--out", out, "--step", 5)
+    found = export(run, "--out", out, "--step", 5)
     assert found.exit_code == 0, found.output
     merged = load_file(out)
     assert torch.equal(merged["w"], MODEL["w"]) and torch.equal(merged["flag"], MODEL["flag"])
     assert torch.equal(torch.view_as_complex(merged["z"]), MODEL["z"])
     assert out.read_bytes() == (run / "checkpoints" / "step-00000005" / MODEL_FILE).read_bytes()
-    again = lockstep("merge", run, "--out", out)
+    again = export(run, "--out", out)
     assert again.exit_code == 2 and "is there already" in again.output
     damage(run, 10)
-    refused = lockstep("merge", run, "--out", tmp_path / "other.safetensors")
+    refused = export(run, "--out", tmp_path / "other.safetensors")
     assert refused.exit_code == 5 and "step-00000010 is damaged: model.safetensors" in refused.output
     assert not (tmp_path / "other.safetensors").exists() and not list(tmp_path.glob(".*partial*"))
 
@@ -122,20 +123,19 @@ def test_checkpoints_of_a_run_at_work_are_not_damaged(run: Path) -> None:
     assert not [each.problem for page in pages for each in page.checkpoints if each.problem]
 
 
-@pytest.mark.parametrize("verb", ["list", "verify", "merge"])
+@pytest.mark.parametrize("verb", ["list", "verify"])
 def test_where_there_is_nothing(run: Path, tmp_path: Path, verb: str) -> None:
-    more = ["--out", tmp_path / "out"] if verb == "merge" else []
-    nothing = lockstep(verb, tmp_path / "nowhere", *more)
+    nothing = lockstep(verb, tmp_path / "nowhere")
     assert nothing.exit_code == 2 and "there is no such folder" in nothing.output
     shutil.rmtree(run / "checkpoints")
-    empty = lockstep(verb, run, *more)
+    empty = lockstep(verb, run)
     assert empty.exit_code == 2 and f"there is no checkpoint in {run}/checkpoints" in empty.output
-    bucket = lockstep(verb, "s3://bucket/run", *more)
+    bucket = lockstep(verb, "s3://bucket/run")
     assert bucket.exit_code == 2 and "copy the run's folder here first" in bucket.output
 
 
-def test_none_of_it_imports_torch(run: Path, tmp_path: Path) -> None:
-    commands = [["list", run], ["verify", run], ["merge", run, "--out", tmp_path / "merged"]]
+def test_none_of_it_imports_torch(run: Path) -> None:
+    commands = [["list", run], ["verify", run]]
     code = (
         "import json, sys\nfrom lockstep.cli import main\n"
         "for each in json.loads(sys.argv[1]): main(['checkpoint', *each], standalone_mode=False)\n"

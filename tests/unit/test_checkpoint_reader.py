@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from lockstep.checkpoint import reader, tensor_file
 from lockstep.checkpoint.manifest import MODEL_FILE, STATE_FILE
 from lockstep.checkpoint.reader import read
 from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.checkpoint.tensor_file import OpenFiles
 from lockstep.checkpoint.writer import write
+from lockstep.distributed.activity import Activity
 from lockstep.distributed.group import Group
 from lockstep.errors import CheckpointError
 
@@ -101,7 +104,6 @@ def test_every_damage_is_found_while_reading(
 
 
 def test_a_bit_that_flips_anywhere_in_a_header_is_found_while_reading(store: CheckpointStorage) -> None:
-    """The header is used before the digest of the file is known."""
     file = store.path(4) / MODEL_FILE
     whole = file.read_bytes()
     for place in range(8 + int.from_bytes(whole[:8], "little")):
@@ -166,10 +168,7 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
 def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
     tensors, file = examples(), tmp_path / "file.safetensors"
     save_file(tensors, file, metadata={"format": "pt", "by": "the library"})
-    with file.open("rb") as stream:
-        loaded = tensor_file.read(lambda memory: _exactly(stream, memory), file.stat().st_size)
-    assert as_bytes({entry.name: tensor for entry, tensor in loaded}) == as_bytes(tensors)
-
-
-def _exactly(stream: Any, memory: memoryview) -> None:
-    assert stream.readinto(memory) == len(memory)
+    files = OpenFiles(Activity())
+    files.add(os.open(file, os.O_RDONLY), file)
+    assert as_bytes({name: each.whole() for name, each in files.tensors.items()}) == as_bytes(tensors)
+    files.close()

@@ -240,40 +240,6 @@ def test_a_dry_run_tells_what_an_import_can_tell(tmp_path: Path, changes: list[s
     assert all(message in result.stderr for message in messages), result.stderr
 
 
-@pytest.mark.parametrize(
-    ("source", "arguments", "messages"),
-    [
-        (
-            "class Mine:\n    def __init__(self, hidden, *, rate=0.1): pass\n",
-            {"hiden": 3},
-            [
-                "config.yaml:3: task.hiden: Mine has no such argument ({file}:2), did you mean hidden? (value 3)",
-                "config.yaml:2: task.hidden: missing: Mine needs it ({file}:2)",
-            ],
-        ),
-        ("class Mine:\n    def __init__(self): pass\n", {"a": 1}, ["config.yaml:3: task.a: Mine has no such argument"]),
-        ("class Mine:\n    def __init__(self, **rest): pass\n", {"a": 1}, []),
-        ("class Mine(Base):\n    pass\n", {"a": 1}, []),
-        ("@made\nclass Mine:\n    def __init__(self): pass\n", {"a": 1}, []),
-        ("class Mine:\n    @wrapped\n    def __init__(self): pass\n", {"a": 1}, []),
-        ("class Mine:\n    def __init__(self): pass\n    def __new__(cls, *a, **k): pass\n", {"a": 1}, []),
-    ],
-)
-def test_arguments_of_a_plain_constructor_are_checked_without_importing_it(
-    tmp_path: Path, source: str, arguments: dict[str, int], messages: list[str]
-) -> None:
-    (tmp_path / "plain.py").write_text(source)
-    lines = "".join(f"  {name}: {value}\n" for name, value in arguments.items())
-    (tmp_path / "config.yaml").write_text(f"task:\n  type: plain.py:Mine\n{lines}")
-    told = ""
-    try:
-        load(Path("config.yaml"))
-    except ConfigError as error:
-        told = str(error)
-    assert len(told.splitlines()) == len(messages), told
-    assert all(message.format(file=tmp_path / "plain.py") in told for message in messages), told
-
-
 @pytest.mark.parametrize("name", ["my config.yaml", "café (2).yaml", "1e3.yaml", ".hidden.yaml", "a+b.yaml"])
 def test_a_config_may_have_any_file_name(tmp_path: Path, name: str) -> None:
     """The run is named after it, and the ranks read that name back."""

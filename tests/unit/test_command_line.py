@@ -89,7 +89,7 @@ def shell(tmp_path: Path) -> dict[str, str]:
     ("line", "offered", "not_offered"),
     [
         ("lockstep tr", {"train"}, {"resume"}),
-        ("lockstep checkpoint ", {"list", "verify", "merge"}, {"train"}),
+        ("lockstep checkpoint ", {"list", "verify"}, {"train"}),
         ("lockstep train --dr", {"--dry-run"}, {"--set"}),
         ("lockstep resume runs/di", {"runs/digits-1", "runs/digits-2"}, {"runs/other-1"}),
     ],

@@ -455,7 +455,7 @@ FULL = "task:\n  type: task.py:Mine\ntrain:\n  batch_size: 8\n"
         ("train.batch_size", "write key.path=value, for example --set train.batch_size=64"),
         ("=3", "write key.path=value"),
         ("train..epochs=3", "write key.path=value"),
-        ("train.epochs={", "'{' is not valid YAML"),
+        ("train.epochs={", "not valid YAML"),
     ],
 )
 def test_a_wrong_override_is_told_by_the_override_and_not_by_the_file(

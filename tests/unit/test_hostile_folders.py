@@ -68,6 +68,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+EXPORT = ("export", "--to", "safetensors")
+
+
 def looks(folder: Path, out: Path) -> dict[str, str]:
     """All commands that only look at a run, by one of its checkpoints, and what resume and serve do first; what they
     printed. Each has its time."""
@@ -76,7 +79,7 @@ def looks(folder: Path, out: Path) -> dict[str, str]:
         "list": ["checkpoint", "list", run],
         "json": ["checkpoint", "list", run, "--json"],
         "verify": ["checkpoint", "verify", run],
-        "merge": ["checkpoint", "merge", run, "--step", "2", "--weights", "ema", "--out", out / "merged.safetensors"],
+        "export": [*EXPORT, run, "--step", "2", "--weights", "ema", "--out", out / "merged.safetensors"],
         "report": ["report", run, "--out", out / "report.html"],
         "runs": ["runs", run.parent],
         "watch": ["watch", run, "--once"],
@@ -352,7 +355,7 @@ def test_looking_imports_nothing_from_a_run(made: Path, tmp_path: Path) -> None:
     commands = [
         ["report", "."], ["runs", ".."], ["watch", ".", "--once"],
         ["checkpoint", "list", "."], ["checkpoint", "verify", "."],
-        ["checkpoint", "merge", ".", "--out", "../m.safetensors"],
+        [*EXPORT, ".", "--out", "../m.safetensors"],
     ]  # fmt: skip
     code = _ALL.format(commands=commands, parent=str(run.parent), name=run.name, run=str(run))
     done = subprocess.run([sys.executable, "-P", "-c", code], cwd=run, capture_output=True, text=True, timeout=120)

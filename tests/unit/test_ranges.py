@@ -9,11 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lockstep.checkpoint import ranges
-from lockstep.checkpoint.ranges import Digests, Range
+from lockstep.checkpoint.ranges import Range
 
 
 def blocks(shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -75,27 +73,6 @@ def test_rows_that_lie_far_apart_are_read_one_by_one(tmp_path: Path) -> None:
             ranges.digest(descriptor, [Range(29_999_999, 2, 2, 1)])
     finally:
         os.close(descriptor)
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 5), min_size=2, max_size=3), st.integers(1, 4), st.integers(1, 30), st.data())
-def test_digests_of_parts_are_made_in_one_pass(lengths: list[int], ranks: int, piece: int, data: st.DataObject) -> None:
-    """Columns divided over ranks, so that their parts lie between each other."""
-    shape, axis = tuple(lengths), data.draw(st.integers(0, len(lengths) - 1))
-    cuts = [shape[axis] * rank // ranks for rank in range(ranks + 1)]
-    content = os.urandom(int(np.prod(shape)) * 2)
-    told = {}
-    for rank in range(ranks):
-        offset = tuple(cuts[rank] if each == axis else 0 for each in range(len(shape)))
-        size = tuple(cuts[rank + 1] - cuts[rank] if each == axis else n for each, n in enumerate(shape))
-        told[str(rank)] = ranges.of_block(shape, offset, size, 2, 0)
-    digests = Digests(told)
-    for start in range(0, len(content), piece):
-        digests.update(memoryview(content[start : start + piece]))
-    whole = np.frombuffer(content, dtype=np.int16).reshape(shape)
-    for rank, found in digests.found().items():
-        part = np.ascontiguousarray(np.take(whole, range(cuts[int(rank)], cuts[int(rank) + 1]), axis))
-        assert found == hashlib.sha256(part.tobytes()).hexdigest()
 
 
 @pytest.mark.parametrize(

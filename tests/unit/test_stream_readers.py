@@ -355,7 +355,7 @@ def test_ranks_have_as_many_micro_batches_whatever_they_have_left(fill: bool, ac
         mine = [each[step] if step < len(each) else None for each in chunks]
         counts = [0 if each is None else each.count for each in mine]
         micros = [
-            list(walk._cut.micro_batches(step, part, counts, False, walk._spare, None))
+            list(walk._cut.micro_batches(step, part, counts, False, lambda walk=walk: walk._spare, None))
             for walk, part in zip(walks, mine, strict=True)
         ]
         assert len({len(each) for each in micros}) == 1

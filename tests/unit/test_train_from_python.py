@@ -112,7 +112,6 @@ def _part(found: Any, said: Any) -> Any:
             {"train": {"epochs": 0}},
             "lockstep.train: train.epochs=0: train.epochs: input should be greater than 0, got 0",
         ),
-        ({"task": {"hiden": 3}}, "lockstep.train: task.hiden=3: task.hiden: Mine has no such argument"),
         ({"task": "other.py:Mine"}, "lockstep.train: task='other.py:Mine': task: there is no file"),
         ({"seed.x": 3}, "lockstep.train: seed.x=3: seed is 0, which has no keys below"),
     ],

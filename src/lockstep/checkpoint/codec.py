@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import base64
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -94,13 +94,8 @@ def _keep(tensor: torch.Tensor, path: str, tensors: Tensors) -> str:
 
 
 def _pack_mapping(value: Mapping[Any, Any], path: str, tensors: Tensors) -> Any:
-    items = list(_below(value, path))
+    items = [(key, item, f"{path}.{key}" if path else str(key)) for key, item in value.items()]
     if isinstance(value, Counter) or not all(isinstance(key, str) and key[:1] != "$" for key in value):
         tag = "$counter" if isinstance(value, Counter) else "$map"
         return {tag: [[_pack(key, f"{below}#key", tensors), _pack(item, below, tensors)] for key, item, below in items]}
     return {key: _pack(item, below, tensors) for key, item, below in items}
-
-
-def _below(value: Mapping[Any, Any], path: str) -> Iterator[tuple[Any, Any, str]]:
-    for key, item in value.items():
-        yield key, item, f"{path}.{key}" if path else str(key)

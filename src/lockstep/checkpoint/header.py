@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
-
-Fill = Callable[[memoryview], None]  # fills memory with the next bytes of a file
+from collections.abc import Iterable, Mapping
+from typing import Any, BinaryIO, NamedTuple
 
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100_000_000  # as in the library of the format
@@ -71,15 +69,15 @@ def laid_out(entries: Iterable[Entry], metadata: Mapping[str, str] | None = None
     return header, [each._replace(begin=len(header) + begin) for each, begin in zip(ordered, ends, strict=False)]
 
 
-def read_header(fill: Fill, size: int) -> tuple[list[Entry], dict[str, str]]:
-    """Returns the tensors in a file of so many bytes, in the order of their bytes, and its metadata.
+def read_header(file: BinaryIO, size: int) -> list[Entry]:
+    """Returns the tensors in a file of so many bytes, in the order of their bytes.
 
     Raises ValueError, KeyError or TypeError where the bytes are not those of such a file.
     """
-    length = int.from_bytes(_next(fill, _LENGTH_BYTES, size), "little")
-    if length > _LONGEST_HEADER:
-        raise ValueError(f"its header would have {length} bytes; the format allows {_LONGEST_HEADER}")
-    header = _parsed(_next(fill, length, size - _LENGTH_BYTES))
+    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    if length > min(_LONGEST_HEADER, size - _LENGTH_BYTES):
+        raise ValueError(f"its header would have {length} bytes; the file has {size}, the format allows 100,000,000")
+    header = _parsed(file.read(length))
     metadata = dict(header.pop(_METADATA, {}))
     entries = {each.name: each for each in _entries(header, _LENGTH_BYTES + length, size)}
     for name in _parsed(metadata.pop(_COMPLEX, "[]")):
@@ -96,7 +94,7 @@ def read_header(fill: Fill, size: int) -> tuple[list[Entry], dict[str, str]]:
         ):
             raise ValueError(f"{name!r} is no piece of a tensor of shape {shape}")
         entries[name] = entries[name]._replace(piece=piece)
-    return list(entries.values()), {str(key): str(value) for key, value in metadata.items()}
+    return list(entries.values())
 
 
 def check_pieces(entries: Iterable[Entry]) -> None:
@@ -117,7 +115,8 @@ def _entries(header: dict[str, Any], start: int, size: int) -> list[Entry]:
     entries, position = [], 0
     for name, entry in sorted(header.items(), key=lambda each: each[1]["data_offsets"]):
         dtype, shape, (begin, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
-        if len(shape) > _DIMENSIONS or not _are_sizes((*shape, begin, end)):
+        sizes = (*shape, begin, end)
+        if len(shape) > _DIMENSIONS or not all(type(each) is int and 0 <= each <= _LARGEST for each in sizes):
             raise ValueError(f"the shape or the place of {name!r} cannot be")
         count = math.prod(shape)
         itemsize = (end - begin) // max(count, 1)
@@ -130,20 +129,8 @@ def _entries(header: dict[str, Any], start: int, size: int) -> list[Entry]:
     return entries
 
 
-def _are_sizes(numbers: Sequence[Any]) -> bool:
-    return all(type(each) is int and 0 <= each <= _LARGEST for each in numbers)
-
-
-def _parsed(text: bytearray | str) -> Any:
+def _parsed(text: bytes | str) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
         raise ValueError("its header is nested too deeply") from None
-
-
-def _next(fill: Fill, length: int, left: int) -> bytearray:
-    if not 0 <= length <= left:
-        raise ValueError(f"its header would have {length} bytes, and the file has {left}")
-    data = bytearray(length)
-    fill(memoryview(data))
-    return data

@@ -143,7 +143,11 @@ def parse(data: bytes, name: str) -> dict[str, Any]:
             lease.get("branch", ""), str
         ):
             raise Damaged(f"{MANIFEST_FILE} has a lease of {lease!r}")
-        _check_step(name, manifest)
+        step = manifest["step"]
+        if type(step) is not int or step < 0:
+            raise Damaged(f"{MANIFEST_FILE} names no step")
+        if name.startswith(STEP_PREFIX) and name != step_name(step):
+            raise Damaged(f"{MANIFEST_FILE} is of step {step}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise Damaged(f"{MANIFEST_FILE} cannot be read: {error}") from None
     return manifest
@@ -164,10 +168,9 @@ def check_sizes(folder: Path, manifest: Mapping[str, Any]) -> None:
 def check_digest(name: str, found: str, manifest: Mapping[str, Any], rank: str | None = None) -> None:
     """Checks the digest of a file, or of the part that a rank wrote; raises Damaged."""
     expected = manifest["files"][name]["sha256"]
-    if rank is not None and found != expected[rank]:
-        raise Damaged(f"{name} does not match its digest in the manifest: the part that rank {rank} wrote")
-    if rank is None and found != expected:
-        raise Damaged(f"{name} does not match its digest in the manifest")
+    if found != (expected if rank is None else expected[rank]):
+        part = "" if rank is None else f": the part that rank {rank} wrote"
+        raise Damaged(f"{name} does not match its digest in the manifest{part}")
 
 
 def read_small(folder: Path, name: str, manifest: Mapping[str, Any]) -> bytes:
@@ -245,14 +248,6 @@ def _is_digest(file: str, digest: Any) -> bool:
     return isinstance(digest, dict) and all(
         re.fullmatch("[0-9]{1,9}", rank) and isinstance(each, str) for rank, each in digest.items()
     )
-
-
-def _check_step(name: str, manifest: Mapping[str, Any]) -> None:
-    step = manifest["step"]
-    if type(step) is not int or step < 0:
-        raise Damaged(f"{MANIFEST_FILE} names no step")
-    if name.startswith(STEP_PREFIX) and name != step_name(step):
-        raise Damaged(f"{MANIFEST_FILE} is of step {step}")
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:

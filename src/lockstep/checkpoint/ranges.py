@@ -74,19 +74,6 @@ def chopped(ranges: Iterable[Range], most: int = PIECE_BYTES) -> Iterator[Range]
             yield Range(begin + row * stride + start, piece, piece, 1)
 
 
-def from_start(descriptor: int) -> Callable[[memoryview], None]:
-    """Returns a function that reads a file from its beginning, as much at a time as it is given memory for."""
-    position = 0
-
-    def fill_next(memory: memoryview) -> None:
-        nonlocal position
-        count = len(memory)
-        fill(descriptor, [Range(position, count, count, 1)] if count else [], memory)
-        position += count
-
-    return fill_next
-
-
 def fill(descriptor: int, ranges: Iterable[Range], memory: memoryview) -> None:
     """Reads these bytes of a file into memory. Raises EOFError where the file is too short."""
     done = 0
@@ -121,44 +108,6 @@ def digest(descriptor: int, ranges: Iterable[Range], progress: Callable[[], obje
     return found.hexdigest()
 
 
-class Digests:
-    """The digests of several parts of one file, computed while it is read from beginning to end."""
-
-    def __init__(self, parts: Mapping[str, Sequence[Range]]) -> None:
-        self._parts = {name: _Following(ranges) for name, ranges in parts.items()}
-        self._position = 0
-
-    def update(self, piece: memoryview) -> None:
-        for part in self._parts.values():
-            part.update(self._position, piece)
-        self._position += len(piece)
-
-    def found(self) -> dict[str, str]:
-        return {name: part.digest.hexdigest() for name, part in self._parts.items()}
-
-
-class _Following:
-    def __init__(self, ranges: Sequence[Range]) -> None:
-        self.digest = hashlib.sha256()
-        self._rows = _rows(ranges)
-        self._row = next(self._rows, None)
-
-    def update(self, position: int, piece: memoryview) -> None:
-        end = position + len(piece)
-        while self._row is not None and self._row[0] < end:
-            first, last = max(self._row[0], position), min(self._row[1], end)
-            self.digest.update(piece[first - position : last - position])
-            if self._row[1] > end:
-                return
-            self._row = next(self._rows, None)
-
-
-def _rows(ranges: Iterable[Range]) -> Iterator[tuple[int, int]]:
-    for begin, length, stride, count in ranges:
-        for row in range(count):
-            yield begin + row * stride, begin + row * stride + length
-
-
 def _read_rows(descriptor: int, rows: Range, target: memoryview) -> None:
     """Reads short rows in longer pieces, together with what is between them."""
     import numpy as np
@@ -188,10 +137,6 @@ def _write(descriptor: int, memory: memoryview, position: int) -> None:
 
 
 Parts = dict[str, dict[str, list[Range]]]  # file -> rank -> its ranges, in the order of the file
-
-
-def parts_text(parts: Mapping[str, Mapping[str, Sequence[Range]]]) -> str:
-    return json.dumps(parts, separators=(",", ":")) + "\n"
 
 
 def parse_parts(data: bytes, files: Mapping[str, Mapping[str, Any]]) -> Parts:

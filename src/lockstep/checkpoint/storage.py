@@ -95,15 +95,9 @@ class CheckpointStorage:
         if step in self.steps():
             return
         there = ", ".join(map(str, self.steps())) or "none"
-        aside = self.set_aside(step)
-        hint = f"; {aside[-1].name} was set aside: name it {self.path(step).name} to use it" if aside else ""
+        aside = [name for name in self.all_set_aside() if self.path(step).name in name]
+        hint = f"; {aside[-1]} was set aside: name it {self.path(step).name} to use it" if aside else ""
         raise CheckpointError(f"{self.folder}: there is no checkpoint of step {step} (steps with one: {there}){hint}")
-
-    def set_aside(self, step: int) -> list[Path]:
-        """Returns what was set aside of a step, oldest first."""
-        return [
-            path for kind in (_DAMAGED, _ASIDE) for path in sorted(self.folder.glob(f"{kind}{self.path(step).name}*"))
-        ]
 
     def all_set_aside(self) -> list[str]:
         return sorted(path.name for kind in (_DAMAGED, _ASIDE) for path in self.folder.glob(f"{kind}{STEP_PREFIX}*"))
@@ -301,7 +295,7 @@ class CheckpointStorage:
         self._guard()
         try:
             self._make_folder()
-            token.touch()
+            os.close(run_files.open_descriptor(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, depth=2))
         except OSError:
             return None
         return token.name

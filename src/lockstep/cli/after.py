@@ -138,10 +138,16 @@ def export(
     if launched(os.environ):
         raise ConfigError("lockstep export is done by one process: run it by itself, not under a launcher")
     require_new(out)
-    folder = after.run_folder_of(run_dir)
-    say_whose_code(folder)
-    config = load(folder / "config.yaml", overrides)
-    chosen = after.chosen_step(folder, Wanted(step, best), config.checkpoint.keep.mode)
+    weights_alone = to == "safetensors"
+    folder = after.run_folder_of(run_dir, needs_task=not weights_alone)
+    config = None
+    if not weights_alone:
+        say_whose_code(folder)
+        config = load(folder / "config.yaml", overrides)
+    from lockstep.checkpoint.sources import mode_of
+
+    mode = mode_of(folder) if config is None else config.checkpoint.keep.mode
+    chosen = after.chosen_step(folder, Wanted(step, best), mode)
     from lockstep.tasks.export import export as write
 
     write(config, folder, chosen, to, out, averages=weights == "ema")

@@ -1,17 +1,15 @@
-"""`lockstep checkpoint`: lists, verifies and merges the checkpoints of a run. Needs no torch."""
+"""`lockstep checkpoint`: lists and verifies the checkpoints of a run. Needs no torch."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.cli.common import JSON, RUN_DIR, WEIGHTS, Group, examples, require_new, say
+from lockstep.cli.common import JSON, RUN_DIR, Group, examples, say
 from lockstep.config.plain import columns, finite
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.mirror.url import Url
@@ -34,12 +32,12 @@ def list_(run_dir: Path | Url, as_json: bool) -> None:
     storage = _storage(run_dir)
     listed = [found for step in storage.steps() if (found := _listed(storage, step)) is not None]
     if as_json:
-        _print_json({"checkpoints": listed, "set_aside": storage.all_set_aside()})
+        click.echo(json.dumps(finite({"checkpoints": listed, "set_aside": storage.all_set_aside()}), indent=1))
         return
     for line in columns([("step", "epoch", "saved", "ranks", "format", "size", "value", ""), *map(_row, listed)]):
-        _echo(line)
+        click.echo(visible(line))
     for name in storage.all_set_aside():
-        _echo(f"set aside: {in_a_line(name)}")
+        click.echo(visible(f"set aside: {in_a_line(name)}"))
 
 
 @checkpoint.command(epilog=examples("lockstep checkpoint verify runs/digits-20260101-120000"))
@@ -66,36 +64,11 @@ def verify(run_dir: Path | Url, step: int | None, as_json: bool) -> None:
             continue
         found.append({"step": each, "whole": problem is None, "problem": problem})
         if not as_json:
-            _echo(f"{name} is whole" if problem is None else f"{name} is damaged: {problem}")
+            click.echo(visible(f"{name} is whole" if problem is None else f"{name} is damaged: {problem}"))
     if as_json:
-        _print_json({"checkpoints": found})
+        click.echo(json.dumps(finite({"checkpoints": found}), indent=1))
     if not all(each["whole"] for each in found):
         sys.exit(CheckpointError.exit_code)
-
-
-@checkpoint.command(epilog=examples("lockstep checkpoint merge runs/digits-20260101-120000 --out model.safetensors"))
-@RUN_DIR
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The file to write: model.safetensors.")
-@click.option("--step", type=click.IntRange(min=0), default=None, help="That of this step; else the newest.")
-@WEIGHTS
-def merge(run_dir: Path | Url, out: Path, step: int | None, weights: str) -> None:
-    """All weights of a checkpoint of the run in RUN_DIR in one safetensors file, once they match their digests."""
-    from lockstep.checkpoint.merge import averaged, merge
-
-    require_new(out)
-    storage = _storage(run_dir)
-    step = storage.steps()[-1] if step is None else step
-    storage.require(step)
-    folder, read = storage.path(step), _manifest(storage, step)
-    problem = storage.problem(read["step"])
-    if problem is not None:
-        raise CheckpointError(f"{folder} is damaged: {problem}. Name another step with --step")
-    average = weights == "ema"
-    with _naming(folder):
-        if average and not averaged(folder, read):
-            raise ConfigError(f"--weights ema: {folder} has no averages: the run was not trained with train.ema")
-        count = merge(folder, read, out, average=average)
-    say(f"{out}: {count} {'averaged ' if average else ''}weights of step {read['step']}, {size(out.stat().st_size)}")
 
 
 def _storage(run_dir: Path | Url) -> CheckpointStorage:
@@ -116,47 +89,29 @@ def _storage(run_dir: Path | Url) -> CheckpointStorage:
     return storage
 
 
-def _manifest(storage: CheckpointStorage, step: int) -> dict[str, Any]:
+def _listed(storage: CheckpointStorage, step: int) -> dict[str, Any] | None:
+    """Returns what the manifest says, or what is wrong with it; None where the checkpoint was removed meanwhile."""
     from lockstep.checkpoint import manifest
+    from lockstep.checkpoint.storage import Removed
 
     def read(folder: Path) -> dict[str, Any]:
         found = manifest.read(folder)
         manifest.check_sizes(folder, found)
         return found
 
-    with _naming(storage.path(step)):
-        return storage.look(step, read)
-
-
-@contextlib.contextmanager
-def _naming(folder: Path) -> Iterator[None]:
-    from lockstep.checkpoint import manifest
-
     try:
-        yield
-    except (manifest.Damaged, manifest.Unreadable) as error:
-        raise CheckpointError(f"{folder}: {error}") from None
-
-
-def _listed(storage: CheckpointStorage, step: int) -> dict[str, Any] | None:
-    """Returns what the manifest says, or what is wrong with it; None where the checkpoint was removed meanwhile."""
-    from lockstep.checkpoint.storage import Removed
-
-    try:
-        return {"problem": None, **_facts(_manifest(storage, step))}
+        found = storage.look(step, read)
     except Removed:
         return None
-    except CheckpointError as error:
-        return {"step": step, "problem": str(error).removeprefix(f"{storage.path(step)}: ")}
-
-
-def _facts(read: dict[str, Any]) -> dict[str, Any]:
+    except (manifest.Damaged, manifest.Unreadable) as error:
+        return {"step": step, "problem": str(error)}
     return {
-        "step": read["step"],
-        **{name: read.get(name) for name in ("epoch", "created", "world_size")},
-        "format": read["format"],
-        "bytes": sum(each["bytes"] for each in read["files"].values()),
-        "value": read.get("value"),
+        "problem": None,
+        "step": found["step"],
+        **{name: found.get(name) for name in ("epoch", "created", "world_size")},
+        "format": found["format"],
+        "bytes": sum(each["bytes"] for each in found["files"].values()),
+        "value": found.get("value"),
     }
 
 
@@ -167,11 +122,3 @@ def _row(listed: dict[str, Any]) -> tuple[str, ...]:
     cells = [str("" if listed[name] is None else listed[name]) for name in ("step", "epoch", "created", "world_size")]
     number = "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
     return (*cells, str(listed["format"]), size(listed["bytes"]), number, "")
-
-
-def _print_json(value: Any) -> None:
-    click.echo(json.dumps(finite(value), indent=1))
-
-
-def _echo(text: str) -> None:
-    click.echo(visible(text))

@@ -139,14 +139,9 @@ def _require_a_current_folder() -> None:
 
 def _of_the_system(error: OSError) -> str:
     remedy = {
-        errno.EMFILE: "; too many files are open: raise the limit (ulimit -n)",
-        errno.ENFILE: "; the system has too many files open",
+        errno.EMFILE: "; raise the limit (ulimit -n)",
         errno.ENOSPC: "; make room on that disk, or name a folder on another one",
         errno.EDQUOT: "; make room on that disk, or name a folder on another one",
-        errno.EACCES: "; this user may not",
-        errno.EPERM: "; this user may not",
-        errno.EROFS: "; nothing can be written there",
-        errno.ENOMEM: "; there is not enough memory",
         errno.EAGAIN: "; the limit of processes is reached (ulimit -u)",
     }.get(error.errno or 0, "")
     place = f"{error.filename}: " if error.filename is not None else ""

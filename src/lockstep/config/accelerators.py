@@ -148,8 +148,7 @@ def _check_devices(settings: RunSettings, found: Accelerator) -> None:
         return
     if found.hosts > 1:
         raise ConfigError(
-            f"xla.chips: {list(chips)} picks chips of a host that stands alone, but {found}: leave xla.chips out, or "
-            f"take one host ({_one_host(found)})"
+            f"xla.chips: {list(chips)} picks chips of a host that stands alone, but {found}: leave xla.chips out"
         )
     beyond = [chip for chip in chips if chip >= found.chips]
     if beyond:
@@ -170,8 +169,9 @@ def _check_mesh(settings: RunSettings, found: Accelerator, remedy: str) -> None:
         raise ConfigError(f"{error}: {found}") from None
     data = shapes[MAIN].get(DATA_AXIS, 1)
     if found.hosts > 1 and data != devices:
+        shape = ", ".join(f"{axis}: {size}" for axis, size in shapes[MAIN].items())
         raise ConfigError(
-            f"{MAIN}: {_text(shapes[MAIN])}, but {found}: every host loads its own part of the batch, which XLA can "
+            f"{MAIN}: {{{shape}}}, but {found}: every host loads its own part of the batch, which XLA can "
             f"only put together where the axis {DATA_AXIS} has all {devices} devices (strategy.meshes may split "
             "parameters otherwise)"
         )
@@ -188,20 +188,9 @@ def _check_replicas(settings: RunSettings, found: Accelerator) -> None:
             f"strategy: {strategy} has one device for every process, but {found} and a chip cannot be shared: use "
             "strategy: spmd" + ("" if found.hosts > 1 else ", or threads")
         )
-    if processes > found.chips_per_host:
+    if processes > found.chips_per_host or (found.hosts > 1 and processes != found.chips_per_host):
+        all_of = ", and all chips of several hosts take part" if found.hosts > 1 else ""
         raise ConfigError(
-            f"processes: {processes} on every host, but {found}: set processes: {found.chips_per_host}, or leave it out"
+            f"processes: {processes} on every host, but {found}{all_of}: set processes: {found.chips_per_host}, or "
+            "leave it out"
         )
-    if found.hosts > 1 and processes != found.chips_per_host:
-        raise ConfigError(
-            f"processes: {processes} on every host, but {found}, and all chips of several hosts take part: set "
-            f"processes: {found.chips_per_host}, or leave it out"
-        )
-
-
-def _one_host(found: Accelerator) -> str:
-    return f"{found.generation}-{4 if found.generation in ('v5litepod', 'v6e') else 8}"
-
-
-def _text(shape: dict[str, int]) -> str:
-    return "{" + ", ".join(f"{axis}: {size}" for axis, size in shape.items()) + "}"

@@ -74,14 +74,14 @@ def described(change: Change) -> str:
 
 
 def _reason_against(change: Change, after: Mapping[str, Any]) -> str | None:
+    """Of the settings of an optimizer, numbers may change; those that decide what state it keeps may not."""
     for fixed, reason in FIXED.items():
-        if _concerns(change, fixed):
+        if fixed == "early_stop.criteria" and None in (change.before, change.after):
+            continue  # early stopping may be taken up or given up at any time; only its criteria may not change
+        if change.path == fixed or change.path.startswith((fixed + ".", fixed + "[")):
             return reason
-    return _reason_against_setting(change, after) if _is_of_optimizer(change) else None
-
-
-def _reason_against_setting(change: Change, after: Mapping[str, Any]) -> str | None:
-    """Numbers of an optimizer may change; settings that decide what state it keeps may not."""
+    if not _is_of_optimizer(change):
+        return None
     if change.path.startswith("optimizer.groups") and (change.path.count(".") < 2 or _name(change) == "match"):
         return "the saved state belongs to these groups of parameters"
     name, numbers = _name(change), [each for each in (change.before, change.after) if each is not None]
@@ -103,12 +103,6 @@ def _is_of_optimizer(change: Change) -> bool:
 
 def _name(change: Change) -> str:
     return change.path.split(".")[2 if change.path.startswith("optimizer.groups[") else 1].split("[")[0]
-
-
-def _concerns(change: Change, fixed: str) -> bool:
-    if fixed == "early_stop.criteria" and (change.before is None or change.after is None):
-        return False  # early stopping may be taken up or given up at any time; only its yardstick may not change
-    return change.path == fixed or change.path.startswith((fixed + ".", fixed + "["))
 
 
 def _leaves(node: Any, at: str = "") -> Iterator[tuple[str, Any]]:

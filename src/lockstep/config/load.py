@@ -22,8 +22,8 @@ from lockstep.shown import brief, in_a_line
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
-# Sections for which a bare value is the `type`.
-SHORT_FORMS = ("task", "optimizer", "scheduler", "strategy", "launch")
+# Sections for which a bare value stands for one of their keys.
+SHORT_FORMS = {**dict.fromkeys(("task", "optimizer", "scheduler", "strategy", "launch"), "type"), "init_from": "path"}
 # Sections whose other keys are arguments of their type.
 COMPONENTS = ("task", "optimizer", "scheduler")
 
@@ -31,21 +31,22 @@ COMPONENTS = ("task", "optimizer", "scheduler")
 def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Reads a config file, applies `key.path=value` overrides and validates the result."""
     raw, places = read(path)
-    for override in overrides:
-        keys = _apply(raw, override)
-        override = brief(without_value(override))
-        places = {key: place for key, place in places.items() if key[: len(keys)] != keys}
-        places.update({keys[:n]: f"--set {override}" for n in range(1, len(keys) + 1) if keys[:n] not in places})
+    _override(raw, places, overrides)
     return _loaded(raw, places, path.resolve().parent, str(path))
 
 
 def with_overrides(config: RunConfig, overrides: Iterable[str]) -> RunConfig:
     """Returns a config with `key.path=value` overrides."""
-    raw = RunSettings.plain(config)
-    places: dict[KeyPath, str] = {}
-    for override in overrides:
-        keys = _apply(raw, override)
-        places.update({keys[:n]: f"--set {brief(without_value(override))}" for n in range(1, len(keys) + 1)})
+    raw, places = RunSettings.plain(config), dict[KeyPath, str]()
+    _override(raw, places, overrides)
+    return validate(RunConfig, raw, places, "config").with_after(config.after)
+
+
+def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """Returns a config with other values at some paths."""
+    raw, places = RunSettings.plain(config), dict[KeyPath, str]()
+    for path, value in values.items():
+        _set(raw, places, tuple(path.split(".")), value, f"{path}={value!r}")
     return validate(RunConfig, raw, places, "config").with_after(config.after)
 
 
@@ -61,11 +62,7 @@ def load_python(config: Path | Mapping[str, Any], values: Mapping[str, Any], cal
     else:
         raw, places, folder, source = dict(config), {}, Path.cwd(), caller
     for keys, value in _by_path(values):
-        name = ".".join(keys)
-        place = f"{caller}: {name}={value!r}"
-        _put(raw, keys, value, place)
-        places = {key: at for key, at in places.items() if key[: len(keys)] != keys}
-        places.update({keys[:n]: place for n in range(1, len(keys) + 1) if keys[:n] not in places})
+        _set(raw, places, keys, value, f"{caller}: {'.'.join(keys)}={value!r}")
     return _loaded(raw, places, folder, source)
 
 
@@ -76,19 +73,16 @@ def _loaded(raw: Mapping[str, Any], places: Mapping[KeyPath, str], folder: Path,
 
 def read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     """Returns the plain data of a YAML file, and the place of every key."""
-    raw, lines = _parse(_read(path), path)
+    try:
+        text = read_text(path)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path}: there is no such file. `lockstep init` writes a config and a task to start from"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    raw, lines = _parse(text, path)
     return raw, {key: f"{path}:{line}" for key, line in lines.items()}
-
-
-def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """Returns a config with other values at some paths."""
-    raw = RunSettings.plain(config)
-    places: dict[KeyPath, str] = {}
-    for path, value in values.items():
-        keys = tuple(path.split("."))
-        _put(raw, keys, value, path)
-        places.update({keys[:n]: f"{path}={value!r}" for n in range(1, len(keys) + 1)})
-    return validate(RunConfig, raw, places, "config").with_after(config.after)
 
 
 def from_plain(raw: Mapping[str, Any], source: str) -> RunConfig:
@@ -145,17 +139,6 @@ def check_profile_ranks(profile: Profile | None, world_size: int) -> None:
         )
 
 
-def _read(path: Path) -> str:
-    try:
-        return read_text(path)
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path}: there is no such file. `lockstep init` writes a config and a task to start from"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-
-
 def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     lines: dict[KeyPath, int] = {}
     try:
@@ -190,30 +173,28 @@ def _collect_lines(node: yaml.Node | None, at: KeyPath, lines: dict[KeyPath, int
             _collect_lines(value, (*at, index), lines, path)
 
 
-def _apply(raw: dict[str, Any], override: str) -> KeyPath:
-    name, equals, text = override.partition("=")
-    keys = tuple(name.strip().split("."))
-    override = brief(override)
-    if not equals or not all(keys):
-        raise ConfigError(f"--set {override}: write key.path=value, for example --set train.batch_size=64")
-    if len(keys) > DEEPEST:
-        raise ConfigError(f"--set {override}: nested deeper than {DEEPEST} levels")
-    try:
-        value = parse_yaml(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {override}: {brief(text)!r} is not valid YAML: {error}") from None
-    _put(raw, keys, value, f"--set {override}")
-    return keys
+def _override(raw: dict[str, Any], places: dict[KeyPath, str], overrides: Iterable[str]) -> None:
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        keys, place = tuple(name.strip().split(".")), f"--set {brief(without_value(override))}"
+        if not equals or not all(keys):
+            raise ConfigError(f"{place}: write key.path=value, for example --set train.batch_size=64")
+        if len(keys) > DEEPEST:
+            raise ConfigError(f"{place}: nested deeper than {DEEPEST} levels")
+        try:
+            value = parse_yaml(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{place}: not valid YAML: {error}") from None
+        _set(raw, places, keys, value, place)
 
 
-def _put(raw: dict[str, Any], keys: tuple[str, ...], value: Any, place: str) -> None:
+def _set(raw: dict[str, Any], places: dict[KeyPath, str], keys: tuple[str, ...], value: Any, place: str) -> None:
+    """Puts a value at a path, and notes where the value comes from."""
     node: Any = raw
     for depth, key in enumerate(keys[:-1]):
         below = node.get(key)
         if isinstance(below, str) and depth == 0 and key in SHORT_FORMS:
-            below = {"type": below}
-        if isinstance(below, str) and depth == 0 and key == "init_from":
-            below = {"path": below}
+            below = {SHORT_FORMS[key]: below}
         if below is None:
             below = {}
         if not isinstance(below, dict):
@@ -221,6 +202,10 @@ def _put(raw: dict[str, Any], keys: tuple[str, ...], value: Any, place: str) -> 
         node[key] = dict(below)
         node = node[key]
     node[keys[-1]] = value
+    for known in [each for each in places if each[: len(keys)] == keys]:
+        del places[known]
+    for n in range(1, len(keys) + 1):
+        places.setdefault(keys[:n], place)
 
 
 def _by_path(values: Mapping[str, Any], at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -247,7 +232,8 @@ def _describe(
         place = ", ".join([place, *(each for each in below if each != place)])
     if kind == "extra_forbidden":
         advice = did_you_mean(str(keys[-1]), _names_at(model, keys[:-1]))
-        return f"{place}: {name}: unknown key, {advice} (value {_without_secrets(keys[-1], value)!r})"
+        shown = LEFT_OUT if any(secrets_in({str(keys[-1]): value})) else redacted(value)
+        return f"{place}: {name}: unknown key, {advice} (value {shown!r})"
     if kind == "missing":
         return f"{place}: {name}: missing"
     message = message.removeprefix("Value error, ")
@@ -258,10 +244,6 @@ def _describe(
         message = f"must be one of {expected}" + (f"; did you mean {near}?" if near else "")
     shown = f", got {value!r}" if isinstance(value, (str, int, float, bool, list, type(None))) else ""
     return f"{place}: {name}: {message}{shown}"
-
-
-def _without_secrets(name: str | int, value: Any) -> Any:
-    return LEFT_OUT if any(secrets_in({str(name): value})) else redacted(value)
 
 
 def _without_union_tags(loc: Iterable[str | int], raw: Any) -> KeyPath:

@@ -12,7 +12,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,13 +108,16 @@ def _import(module: str, path: str, name: str) -> Any:
 
 
 def _load_file(file: Path) -> Any:
-    if _is_main(file):
+    running = getattr(sys.modules.get("__main__"), "__file__", None)
+    if running is not None and Path(running).resolve() == file:
         return sys.modules["__main__"]  # not a second time, under another name
     # Registered under its stem, so that data workers can unpickle its classes.
     loaded = sys.modules.get(file.stem)
-    if loaded is not None and getattr(loaded, "__file__", None) == str(file):
+    place = getattr(loaded, "__file__", None) or ""
+    if place == str(file):
         return loaded
-    _refuse_name_of_another(file, loaded)
+    if file.stem in sys.stdlib_module_names or "site-packages" in place:  # `random.py` would replace Python's
+        raise ConfigError(f"task: {file} has the name of another module and would hide it: rename the file")
     add_task_folder(str(file.parent))  # a task file may import its neighbours
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
@@ -129,19 +132,6 @@ def _load_file(file: Path) -> Any:
             raise ConfigError(f"task: there is no file {file}") from None
         raise
     return module
-
-
-def _refuse_name_of_another(file: Path, loaded: Any) -> None:
-    """A task in `random.py` would replace Python's module for all later imports."""
-    place = getattr(loaded, "__file__", None) or ""
-    if file.stem in sys.stdlib_module_names or "site-packages" in place:
-        raise ConfigError(f"task: {file} has the name of another module and would hide it: rename the file")
-
-
-def _is_main(file: Path) -> bool:
-    """Whether this process is running that file as a script."""
-    running = getattr(sys.modules.get("__main__"), "__file__", None)
-    return running is not None and Path(running).resolve() == file
 
 
 _LONGEST_SOURCE = 10_000_000
@@ -159,8 +149,6 @@ def with_task_located(config: RunConfig, folder: Path, places: Mapping[KeyPath, 
 
 
 def _located(component: Component, at: KeyPath, folder: Path, places: Mapping[KeyPath, str], source: str) -> Component:
-    place = places.get((*at, "type"), places.get(at, source))
-    what = str(at[0]) if len(at) == 1 else f"{at[0]}[{at[1]}]"
     module, name = _split(component.type)
     if not module.endswith(".py") and _exists(folder / f"{module}.py"):
         module = f"{module}.py"  # next to the config, where Python does not look
@@ -169,14 +157,11 @@ def _located(component: Component, at: KeyPath, folder: Path, places: Mapping[Ke
             _require_module(module, folder, component.type)
             return component
         file = _checked_file(folder, module, component.type)
-        tree = _parsed(file)
-        _require_class(tree, name, file)
+        _require_class(file, name)
     except ConfigError as error:
+        place = places.get((*at, "type"), places.get(at, source))
+        what = str(at[0]) if len(at) == 1 else f"{at[0]}[{at[1]}]"
         raise ConfigError(f"{place}: {what}: {error}") from None
-    problems = _arguments_that_do_not_fit(tree, name, component.arguments, file)
-    if problems:
-        lines = [f"{places.get((*at, key), place)}: {what}.{key}: {problem}" for key, problem in problems]
-        raise ConfigError("\n".join(lines))
     return component.model_copy(update={"type": f"{file}:{name}"})
 
 
@@ -207,71 +192,21 @@ def _checked_file(folder: Path, module: str, given: str) -> Path:
     return file
 
 
-def _parsed(file: Path) -> ast.Module:
+def _require_class(file: Path, name: str) -> None:
+    """Refuses a file that is not Python, or that defines classes and does not contain the name of this one."""
     try:
-        return ast.parse(read_bytes(file, _LONGEST_SOURCE), filename=str(file))
+        source = read_bytes(file, _LONGEST_SOURCE)
+        tree = ast.parse(source, filename=str(file))
     except SyntaxError as error:
         raise ConfigError(f"{file}:{error.lineno}: not valid Python: {error.msg}") from None
     except (ValueError, RecursionError, MemoryError) as error:  # null bytes; thousands of parentheses
         raise ConfigError(f"{file}: not valid Python: {error or type(error).__name__}") from None
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
-
-
-def _require_class(tree: ast.Module, name: str, file: Path) -> None:
-    """Refuses a file that defines classes but not this one; it may also be assigned or imported."""
     classes = [item.name for item in tree.body if isinstance(item, ast.ClassDef)]
-    if classes and not {name, "*"} & _top_level_names(tree.body):
-        nearest = difflib.get_close_matches(name, classes, n=1, cutoff=0.0)
-        raise ConfigError(f"{file} defines no {name!r}, did you mean {nearest[0]}?")
-
-
-def _arguments_that_do_not_fit(
-    tree: ast.Module, name: str, arguments: Mapping[str, Any], file: Path
-) -> list[tuple[str, str]]:
-    """Returns unknown and missing arguments of a plainly written constructor, each with a message."""
-    cls = next((each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == name), None)
-    made = _methods(cls, "__init__") if cls is not None and not (cls.decorator_list or cls.keywords) else []
-    if cls is None or len(made) != 1 or made[0].decorator_list or _methods(cls, "__new__"):
-        return []
-    takes = made[0].args
-    if takes.kwarg is not None or takes.posonlyargs or not takes.args:
-        return []
-    named = [each.arg for each in (*takes.args[1:], *takes.kwonlyargs)]
-    problems = [
-        (key, f"{name} has no such argument ({file}:{made[0].lineno}), {did_you_mean(key, named)} (value {value!r})")
-        for key, value in arguments.items()
-        if key not in named
-    ]
-    required = takes.args[1 : len(takes.args) - len(takes.defaults)]
-    required += [each for each, usual in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if usual is None]
-    problems += [
-        (each.arg, f"missing: {name} needs it ({file}:{made[0].lineno})")
-        for each in required
-        if each.arg not in arguments
-    ]
-    return problems
-
-
-def _methods(cls: ast.ClassDef, name: str) -> list[ast.FunctionDef]:
-    return [each for each in ast.walk(cls) if isinstance(each, ast.FunctionDef) and each.name == name]
-
-
-def _top_level_names(body: Iterable[ast.AST]) -> set[str]:
-    """Returns the names a file may define, also under `if` and `try`; `*` for a star import."""
-    names: set[str] = set()
-    for item in body:
-        if isinstance(item, (ast.ClassDef, ast.FunctionDef)):
-            names.add(item.name)
-        elif isinstance(item, (ast.If, ast.Try, ast.With, ast.ExceptHandler)):
-            names |= _top_level_names(ast.iter_child_nodes(item))
-        elif isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-            names.add(item.target.id)
-        elif isinstance(item, (ast.Import, ast.ImportFrom)):
-            names.update(alias.asname or alias.name for alias in item.names)
-        elif isinstance(item, ast.Assign):
-            names.update(target.id for target in item.targets if isinstance(target, ast.Name))
-    return names
+    if classes and not re.search(rf"\b{name}\b|import \*".encode(), source):
+        near = difflib.get_close_matches(name, classes, n=1, cutoff=0.0)
+        raise ConfigError(f"{file} defines no {name!r}, did you mean {near[0]}?")
 
 
 def _exists(path: Path, folders: bool = False) -> bool:

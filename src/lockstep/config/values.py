@@ -67,20 +67,14 @@ class Interval:
         return {"type": "string", "pattern": cls.PATTERN, "examples": ["50 steps", "1 epoch", "10 minutes"]}
 
 
-def seconds_of(text: str) -> float | None:
-    """Returns the seconds of a duration like `5 minutes`, or None for other text."""
-    match = re.match(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*$", text)
-    singular = match and (match[2].removesuffix("s") or "s")
-    return float(match[1]) * _SECONDS[singular] if match and singular in _SECONDS else None
-
-
 def _duration(value: Any) -> Any:
-    if isinstance(value, str):
-        seconds = seconds_of(value)
-        if seconds is None:
-            raise ValueError('not a duration; write seconds as a number, or "90 s", "5 minutes", "1 hour"')
-        return seconds
-    return value
+    if not isinstance(value, str):
+        return value
+    match = re.match(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*$", value)
+    singular = match and (match[2].removesuffix("s") or "s")
+    if match is None or singular not in _SECONDS:
+        raise ValueError('not a duration; write seconds as a number, or "90 s", "5 minutes", "1 hour"')
+    return float(match[1]) * _SECONDS[singular]
 
 
 Seconds = Annotated[
@@ -128,15 +122,9 @@ def variable_name(text: str) -> str:
     return text
 
 
-def host_name(text: str) -> str:
-    # It becomes an argument of ssh, so it must not start with a dash.
-    wanted = r"([\w.][\w.-]*@)?[\w.:\[\]][\w.:%\[\]-]*"
-    if len(text) > 255 or not re.fullmatch(wanted, text, re.ASCII):
-        raise ValueError("not the name of a host; write host or user@host, as for ssh")
-    return text
-
-
-HostName = Annotated[str, AfterValidator(host_name)]
+# It becomes an argument of ssh, so it must not start with a dash.
+_HOST = r"([\w.][\w.-]*@)?[\w.:\[\]][\w.:%\[\]-]*"
+HostName = Annotated[str, matching(_HOST, "not the name of a host; write host or user@host, as for ssh", longest=255)]
 
 
 class Section(BaseModel):

@@ -13,6 +13,7 @@ import dis
 import functools
 import gc
 import inspect
+import itertools
 import logging
 import sys
 import weakref
@@ -86,8 +87,8 @@ def call_site(frame: FrameType) -> str:
 
 @functools.cache
 def _site(code: CodeType, at: int) -> str:
-    before = sum(each <= at for each in _calls(code))
-    return f"{code.co_qualname}, call {before} of {len(_calls(code))}"
+    calls = _calls(code)
+    return f"{code.co_qualname}, call {sum(each <= at for each in calls)} of {len(calls)}"
 
 
 def _calls(code: CodeType) -> list[int]:
@@ -290,7 +291,10 @@ class Cursors:
     def find(self, dataset: Any, count: int | None, name: str | None, site: str | None = None) -> Cursor:
         """Returns the cursor of a source, whether it is walked or not."""
         look = Look.of(dataset, count)
-        cursor = self._named(name) if name is not None else self._of_dataset(dataset, look, site)
+        if name is not None:
+            cursor = next((each for each in self._cursors if each.name == name), None) or self._new(name)
+        else:
+            cursor = self._of_dataset(dataset, look, site)
         if not cursor.is_open:
             cursor.dataset = Reference(dataset)
             cursor.look = look if name is None else None
@@ -298,15 +302,11 @@ class Cursors:
                 cursor.sites.append(site)
         return cursor
 
-    def _named(self, name: str) -> Cursor:
-        known = [each for each in self._cursors if each.name == name]
-        return known[0] if known else self._new(name)
-
     def _of_dataset(self, dataset: Any, look: Look, site: str | None) -> Cursor:
         for cursor in self._cursors:
             if cursor.dataset is not None and cursor.dataset.is_to(dataset) and cursor.look is not None:
                 return cursor
-        return self._restored(look, site) or self._inherited(look, site) or self._new(self._free_name())
+        return self._restored(look, site) or self._inherited(look, site) or self._new(None)
 
     def _restored(self, look: Look, site: str | None) -> Cursor | None:
         """Returns the cursor of a checkpoint that a new source fits, of those that none has claimed yet.
@@ -316,11 +316,10 @@ class Cursors:
         """
         left = [each for each in self._cursors if each.dataset is None and each.look is not None]
         alike = [each for each in left if each.look == look]
-        of_site = [
-            each for each in left if each.look is not None and each.look.kind == look.kind and site in each.sites
-        ]
+        of_kind = [each for each in left if each.look is not None and each.look.kind == look.kind]
+        of_site = [each for each in of_kind if site in each.sites]
         gone = [each for each in left if not any(_exists(saved, site) for saved in each.sites)]
-        of_kind = [each for each in gone if len(left) == 1 and each.look is not None and each.look.kind == look.kind]
+        of_kind = [each for each in of_kind if len(left) == 1 and each in gone]
         for found in ([each for each in of_site if each in alike], alike, of_site, of_kind):
             if len(found) == 1 and (found[0] in of_site or found[0] in gone):
                 return found[0]
@@ -358,13 +357,11 @@ class Cursors:
             "run.batches(..., name='a')"
         )
 
-    def _free_name(self) -> str:
-        number = len(self._cursors) + 1
-        while any(each.name == f"source {number}" for each in self._cursors):
-            number += 1
-        return f"source {number}"
-
-    def _new(self, name: str) -> Cursor:
+    def _new(self, name: str | None) -> Cursor:
+        if name is None:
+            taken = {each.name for each in self._cursors}
+            numbered = (f"source {number}" for number in itertools.count(len(taken) + 1))
+            name = next(each for each in numbered if each not in taken)
         self._cursors.append(Cursor(name))
         return self._cursors[-1]
 

@@ -208,23 +208,15 @@ class Weighted(WholeOrder):
 
 def checked_weights(given: Any, count: int) -> Numbers:
     weights = numbers(given, count, "weights")
-    wrong = np.flatnonzero(~np.isfinite(weights) | (weights < 0))
-    if len(wrong):
-        raise ConfigError(
-            f"data.order: the weight of example {wrong[0]} is {weights[wrong[0]]:g} ({len(wrong)} such of {count}): "
-            "weights are 0 or more, and finite"
-        )
-    if not weights.any():
-        raise ConfigError(f"data.order: all {count} weights are 0, so that there is nothing to draw")
     with np.errstate(over="ignore"):
         total = weights.sum()
-    if not np.isfinite(total):
-        raise ConfigError(f"data.order: the {count} weights add up to more than a number can hold: scale them down")
+    if not total or not np.isfinite(total):
+        raise ConfigError(f"data.order: the {count} weights add up to {total:g}, and cannot be drawn by: scale them")
     return weights
 
 
 def numbers(given: Any, count: int, name: str) -> Numbers:
-    """Returns one number per example, from whatever holds them."""
+    """Returns one number per example, 0 or more, from whatever holds them."""
     detached = given.detach().cpu() if hasattr(given, "detach") else given
     try:
         found = np.asarray(detached, dtype=np.float64)
@@ -234,6 +226,12 @@ def numbers(given: Any, count: int, name: str) -> Numbers:
     if found.shape != (count,):
         raise ConfigError(
             f"data.order: there are {count} examples, but {name} of shape {list(found.shape)}: give one number for each"
+        )
+    wrong = np.flatnonzero(~np.isfinite(found) | (found < 0))
+    if len(wrong):
+        raise ConfigError(
+            f"data.order: the {name.removesuffix('s')} of example {wrong[0]} is {found[wrong[0]]:g} ({len(wrong)} such "
+            f"of {count}): {name} are 0 or more, and finite"
         )
     return found
 
@@ -250,11 +248,6 @@ class Buckets(Order):
     def __init__(self, count: int, seed: int, lengths: Any, batch_size: int, window: int | None = None) -> None:
         super().__init__(count)
         self._lengths = numbers(lengths, count, "lengths")
-        wrong = np.flatnonzero(~np.isfinite(self._lengths) | (self._lengths < 0))
-        if len(wrong):
-            raise ConfigError(
-                f"data.order: the length of example {wrong[0]} is {self._lengths[wrong[0]]:g}: lengths are 0 or more"
-            )
         self._seed, self._batch_size, self._window = seed, batch_size, window or WINDOW
         self._permutation = functools.lru_cache(1)(functools.partial(Permutation, count, BUCKET_STREAM, seed))
         self._sorted = functools.lru_cache(1)(self._sort)

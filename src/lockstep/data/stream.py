@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Readers:
+class Readers(IterableDataset[Any]):
     """The readers of one rank, and all that a worker needs to know to run one of them."""
 
     kind: str
@@ -44,6 +44,16 @@ class Readers:
     readers: list[ReaderShards]
     cut: BatchSlice
     start: int
+
+    def __iter__(self) -> Iterator[Chunk]:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        # What is divided here must not divide itself once more by the worker that it is in. What divides itself must
+        # find itself in the same worker as before it was interrupted.
+        number, count = self.readers[info.id].number, len(self.readers)
+        same = torch_worker.WorkerInfo(id=number, num_workers=count, seed=info.seed, dataset=info.dataset)
+        torch_worker._worker_info = same if self.kind == OWN else None
+        return self.read(info.id)
 
     def read(self, number: int) -> Generator[Chunk, None, None]:
         cut, shards, batch = self.cut, self.readers[number], self.start
@@ -119,7 +129,7 @@ class Pass:
             self._digest = self._digest or chunk.digest
             counts[self._cut.dp_rank] = chunk.count
             if chunk.count:
-                yield from self._cut.micro_batches(number, chunk, counts, False, self._spare, None)
+                yield from self._cut.micro_batches(number, chunk, counts, False, lambda: self._spare, None)
 
     def compare(self, group: Group) -> None:
         """After `micro_batches` on all ranks: checks that those that read all of a stream read the same."""
@@ -142,7 +152,7 @@ class Pass:
             while sum(counts):
                 place = self._place_after(chunk)
                 following, coming = next(batches)
-                yield from self._cut.micro_batches(number, chunk, counts, not sum(coming), self._spare, place)
+                yield from self._cut.micro_batches(number, chunk, counts, not sum(coming), lambda: self._spare, place)
                 number, chunk, counts = number + 1, following, coming
         finally:
             chunks.close()
@@ -161,22 +171,15 @@ class Pass:
     # Reading
 
     def _chunks(self) -> Generator[Chunk, None, None]:
-        return self._from_workers() if self._loading.workers else self._from_here()
-
-    def _from_here(self) -> Generator[Chunk, None, None]:
-        pin = self._loading.pin_memory and torch.cuda.is_available()
-        chunks = self._readers.read(0)
         try:
-            for chunk in chunks:
-                yield chunk.pin_memory() if pin else chunk
-        finally:
-            chunks.close()
-            self.close()
-
-    def _from_workers(self) -> Generator[Chunk, None, None]:
-        self._loader = workers.loader(_InWorker(self._readers), self._loading, count=len(self._readers.readers))
-        try:
-            yield from workers.fetched(self._loader)
+            if self._loading.workers:
+                self._loader = workers.loader(self._readers, self._loading, count=len(self._readers.readers))
+                yield from workers.fetched(self._loader)
+                return
+            pin = self._loading.pin_memory and torch.cuda.is_available()
+            with contextlib.closing(self._readers.read(0)) as chunks:
+                for chunk in chunks:
+                    yield chunk.pin_memory() if pin else chunk
         finally:
             self.close()
 
@@ -193,15 +196,12 @@ class Pass:
         raise self._empty()
 
     @cached_property
-    def _for_nothing(self) -> Any:
-        return self._cut.spare(self._first_example, usual=True)
-
     def _spare(self) -> Any:
-        """Returns what a rank computes that has run out while others have not: it counts for nothing.
+        """What a rank computes that has run out while others have not: it counts for nothing.
 
         It is read anew, so that it is the same for a rank that ran out before the run was interrupted.
         """
-        return self._for_nothing
+        return self._cut.spare(self._first_example, usual=True)
 
     # In step
 
@@ -253,22 +253,6 @@ class Pass:
                 f"out what does not fill a batch: lower batch_size or set drop_last to false. {again}"
             )
         return ConfigError(f"{name} has no examples in epoch {self._epoch}. {again}")
-
-
-class _InWorker(IterableDataset[Any]):
-    def __init__(self, readers: Readers) -> None:
-        self._readers = readers
-
-    def __iter__(self) -> Iterator[Chunk]:
-        info = torch.utils.data.get_worker_info()
-        assert info is not None
-        own, readers = self._readers.kind == OWN, self._readers.readers
-        # What is divided here must not divide itself once more by the worker that it is in. What divides itself must
-        # find itself in the same worker as before it was interrupted.
-        number = readers[info.id].number
-        same = torch_worker.WorkerInfo(id=number, num_workers=len(readers), seed=info.seed, dataset=info.dataset)
-        torch_worker._worker_info = same if own else None
-        return self._readers.read(info.id)
 
 
 class Streams:

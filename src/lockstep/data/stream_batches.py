@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 from lockstep.data.batches import MicroBatch
 from lockstep.data.loader import Collate
 from lockstep.data.permutation import Indices
-from lockstep.data.seeding import Key, generators_kept, seed_by
+from lockstep.data.seeding import generators_kept, seed_by
 from lockstep.data.stream_reader import OWN, PIECES, WHOLE, ReaderShards, is_stateful
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import ranks_text
@@ -226,18 +226,16 @@ class ShardAssignment:
         cut, pieces, readers = self.cut, len(self.order), self.cut.dp_size * max(self.workers, 1)
         if self.kind != WHOLE and cut.batch_size < cut.dp_size:
             raise ConfigError(
-                f"batch_size: {cut.batch_size} examples of {self.name} cannot be shared by {cut.dp_size} ranks, "
-                f"each of "
-                f"which takes them from a part of its own: set it to {cut.dp_size} or more"
+                f"batch_size: {cut.batch_size} examples of {self.name} cannot be shared by {cut.dp_size} ranks, each "
+                f"of which takes them from a part of its own: set it to {cut.dp_size} or more"
             )
         if resumes:
             return
         if self.kind == PIECES and pieces < cut.dp_size:
             raise ConfigError(
-                f"{self.name}: {pieces} shards for {cut.dp_size} ranks leave {cut.dp_size - pieces} of them "
-                f"without any: "
-                f"write the data into {readers} shards or more (ranks x workers), or train with {pieces} processes or "
-                "fewer"
+                f"{self.name}: {pieces} shards for {cut.dp_size} ranks leave {cut.dp_size - pieces} of them without "
+                f"any: write the data into {readers} shards or more (ranks x workers), or train with {pieces} "
+                "processes or fewer"
             )
         if self.kind == PIECES and pieces < readers:
             logger.info(
@@ -329,7 +327,7 @@ class _Ahead:
         place = None
         if self._key is not None and is_stateful(self._source):
             state = copy.deepcopy(self._source.state_dict())  # type: ignore[attr-defined]
-            place = partial(_same, state)
+            place = partial(copy.copy, state)
         return (batch, place), examples
 
     def again(self) -> Any:
@@ -343,21 +341,14 @@ class _Ahead:
             )
         return found
 
-    def _random_numbers(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _random_numbers(self) -> Iterator[None]:
         if self._key is None:
-            return contextlib.nullcontext()
-        return _seeded((_BATCH_SEEDS, *self._key, self._dp_rank, self._number))
-
-
-@contextlib.contextmanager
-def _seeded(key: Key) -> Iterator[None]:
-    with generators_kept():
-        seed_by(key)
-        yield
-
-
-def _same(state: Any) -> Any:
-    return state
+            yield
+            return
+        with generators_kept():
+            seed_by((_BATCH_SEEDS, *self._key, self._dp_rank, self._number))
+            yield
 
 
 def counted(batches: Iterator[Any], count: Count) -> Iterator[tuple[int, int, Any]]:

@@ -99,7 +99,9 @@ class Source:
 
     def __init__(self, data: Any, name: str) -> None:
         self.data, self.name = data, name
-        self.pieces = _num_shards(data)  # None where there is no way to have one of them
+        count = getattr(data, "num_shards", None)
+        # None where there is no way to have one of them.
+        self.pieces = count if isinstance(count, int) and callable(getattr(data, "shard", None)) else None
         self._first: Any = None  # the state before anything was read, of an object that keeps its own place
         self._reading: Opened | None = None
         self._moved = False  # whether another process read on in it before it came here
@@ -152,22 +154,13 @@ def keeps_all(stream: Any) -> bool:
     waiting = [getattr(stream, "_ex_iterable", None)]
     while waiting:
         each = waiting.pop()
-        if type(each).__name__ == "BufferShuffledExamplesIterable" or _batches_tables(each):
+        # A batched map() after with_format("arrow").
+        of_tables = getattr(each, "batched", False) and getattr(getattr(each, "formatting", None), "is_table", False)
+        if type(each).__name__ == "BufferShuffledExamplesIterable" or of_tables:
             return False
         inner = (getattr(each, "ex_iterable", None), *getattr(each, "ex_iterables", ()))
         waiting += [within for within in inner if within is not None]
     return True
-
-
-def _num_shards(data: Any) -> int | None:
-    count = getattr(data, "num_shards", None)
-    return count if isinstance(count, int) and callable(getattr(data, "shard", None)) else None
-
-
-def _batches_tables(each: Any) -> bool:
-    """A batched map() after with_format("arrow")."""
-    formatting = getattr(each, "formatting", None)
-    return bool(getattr(each, "batched", False)) and bool(getattr(formatting, "is_table", False))
 
 
 def _is_of_datasets(data: Any) -> bool:

@@ -13,7 +13,6 @@ import multiprocessing
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.context import BaseContext, ForkContext, ForkProcess, SpawnContext, SpawnProcess
 from typing import Any, NamedTuple
 
 import torch
@@ -51,17 +50,25 @@ def loader(
         pin_memory=loading.pin_memory and torch.cuda.is_available(),
         prefetch_factor=loading.prefetch or 2,
         persistent_workers=True,
-        multiprocessing_context=context(),
+        multiprocessing_context=start_method(),
         worker_init_fn=begin,
         # Making an iterator draws a number, and a resumed epoch makes one more than the original.
         generator=torch.Generator(),
     )
 
 
+def start_method() -> str:
+    """Returns multiprocessing's default, but never a fork server: workers would end with that, not with their rank."""
+    return "fork" if multiprocessing.get_start_method() == "fork" else "spawn"
+
+
 def fetched(loader: DataLoader[Any]) -> Iterator[Any]:
     """Starts the workers of a loader where they do not run yet; yields what they fetch."""
     with signals_kept_back():
-        return iter(loader)
+        iterator: Any = iter(loader)
+    for worker in iterator._workers:
+        worker._popen.terminate = worker._popen.kill  # they ignore SIGTERM
+    return iterator  # type: ignore[no-any-return]
 
 
 def _unchanged(batch: Any) -> Any:
@@ -87,11 +94,6 @@ def signals_kept_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def context() -> BaseContext:
-    """Returns multiprocessing's default context, but for how processes are ended."""
-    return {"fork": _Forked, "spawn": _Spawned}.get(multiprocessing.get_start_method(), _Spawned)()
-
-
 def end(loader: DataLoader[Any], at_once: bool) -> None:
     """Ends the workers of a loader: when they have finished what they are doing, or at once."""
     iterator: Any = getattr(loader, "_iterator", None)
@@ -103,31 +105,6 @@ def end(loader: DataLoader[Any], at_once: bool) -> None:
         for worker in iterator._workers:
             worker.kill()
     iterator._shutdown_workers()
-
-
-def _ended_by_kill(popen: Any) -> Any:
-    popen.terminate = popen.kill
-    return popen
-
-
-class _ForkedWorker(ForkProcess):
-    @staticmethod
-    def _Popen(process: Any) -> Any:
-        return _ended_by_kill(ForkProcess._Popen(process))
-
-
-class _SpawnedWorker(SpawnProcess):
-    @staticmethod
-    def _Popen(process: Any) -> Any:
-        return _ended_by_kill(SpawnProcess._Popen(process))
-
-
-class _Forked(ForkContext):
-    Process = _ForkedWorker
-
-
-class _Spawned(SpawnContext):
-    Process = _SpawnedWorker
 
 
 class Column(NamedTuple):

@@ -17,13 +17,7 @@ from torch import Tensor
 from lockstep.data.batches import MicroBatch
 from lockstep.data.permutation import Indices
 from lockstep.errors import ConfigError
-from lockstep.evaluation.metric_states import (
-    computed,
-    plain,
-    require_metrics,
-    require_reducible,
-    states_of,
-)
+from lockstep.evaluation.metric_states import computed, plain, require_metrics, require_reducible, states_of
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.moving import map_tensors, tensors_of
 
@@ -51,7 +45,7 @@ class EpochMetrics:
         # Where every new shape is compiled, leaving rows out is for the host to do, and so is all that follows.
         self._device = torch.device("cpu") if runtime.fixed_shapes else runtime.device
         self.metrics = {
-            name: each.to(self._device) for name, each in require_metrics(_torchmetrics(task), self._name).items()
+            name: each.to(self._device) for name, each in require_metrics(task.torchmetrics(), self._name).items()
         }
 
     def begin(self) -> Collected:
@@ -89,18 +83,14 @@ class EpochMetrics:
         found: dict[str, Any] = {}
         for name, metric in self.metrics.items():
             _add(found, name, computed(metric, [part["states"].get(name, []) for part in parts]))
-        if self._keeps_outputs:
-            for name, value in self._of_outputs(in_order(parts)).items():
-                _add(found, name, value)
-        return found
-
-    def _of_outputs(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        values = self._task.epoch_metrics(outputs)
+        values = self._task.epoch_metrics(in_order(parts)) if self._keeps_outputs else {}
         if not isinstance(values, Mapping):
             raise ConfigError(
                 f"task: {self._name}.epoch_metrics() must return a mapping by name, got a {type(values).__name__}"
             )
-        return values
+        for name, value in values.items():
+            _add(found, name, value)
+        return found
 
     def tried(self, outputs: Mapping[str, Any]) -> dict[str, Any] | None:
         """Computes the metrics of a few examples, and makes sure that it does not matter which rank has them; None
@@ -138,8 +128,9 @@ class Collected:
     def take(self, micro: MicroBatch, outputs: Any) -> None:
         """Adds the outputs of a micro-batch, filled up or not."""
         self._whole.check(outputs, len(micro.indices))
-        rows = rows_that_count(micro)
-        if len(rows):
+        # One row for every example, without those that fill a batch up by repeating its last example.
+        rows = np.sort(np.unique(micro.indices, return_index=True)[1])
+        if micro.examples > 0:
             self.add(micro.indices[rows], self._whole.real(outputs, rows, len(micro.indices)))
 
     def add(self, indices: Indices, outputs: Mapping[str, Any]) -> None:
@@ -183,26 +174,6 @@ def require_other_names(values: Mapping[str, Any], means: Mapping[str, Any]) -> 
             f"metric {twice[0]!r} is there twice, as a mean and by torchmetrics() or epoch_metrics(): give one of them "
             "another name"
         )
-
-
-def _torchmetrics(task: Computes) -> Any:
-    try:
-        return task.torchmetrics()
-    except ModuleNotFoundError as error:
-        if error.name != "torchmetrics":
-            raise
-        raise ConfigError(
-            f"task: {type(task).__name__}.torchmetrics() needs the torchmetrics package: pip install "
-            "'lockstep-train[metrics]'"
-        ) from None
-
-
-def rows_that_count(micro: MicroBatch) -> Indices:
-    """Returns one row for every example, without those that fill a batch up by repeating its last example."""
-    if micro.examples <= 0:
-        return np.empty(0, dtype=np.int64)
-    _, first = np.unique(micro.indices, return_index=True)
-    return np.sort(first)
 
 
 def _require_rows(task: str, name: str, value: Any, length: int) -> None:

@@ -60,19 +60,14 @@ def measure_sums(
     Where the forward pass takes all ranks `together`, one that has no examples of a batch measures it all the same.
     `collect` is given every batch that is measured, and what is known of its examples.
     """
-    current: list[MicroBatch] = []
 
-    def batches() -> Iterator[tuple[int, int, Any]]:
-        for micro, batch in micros:
-            current[:] = [micro]
-            yield micro.examples, len(micro.indices), batch
-
-    def measure_and_collect(batch: Any) -> Mapping[str, Any]:
-        found = measure(batch)
-        collect(current[0], batch)
+    def measure_and_collect(given: tuple[MicroBatch, Any]) -> Mapping[str, Any]:
+        found = measure(given[1])
+        collect(*given)
         return found
 
-    return sums_of(measure_and_collect, batches(), move, measured, together)
+    batches = ((micro.examples, len(micro.indices), (micro, batch)) for micro, batch in micros)
+    return sums_of(measure_and_collect, batches, lambda given: (given[0], move(given[1])), measured, together)
 
 
 def sums_of(

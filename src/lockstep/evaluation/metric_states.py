@@ -49,7 +49,7 @@ def require_metrics(given: Any, task: str) -> dict[str, Any]:
 
 def states_of(metric: Any) -> States:
     """Returns the states of a metric; an empty list where it was given no example."""
-    if not _updated(metric):
+    if not any(part._update_count for part in _parts(metric)):
         return []
     return [{name: getattr(part, name) for name in part._defaults} for part in _parts(metric)]
 
@@ -87,10 +87,12 @@ def require_reducible(
         except Exception as error:
             found = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}"
         if not _alike(expected, found):
+            states = [each for part in _parts(metrics[name]) for each, how in part._reductions.items() if how is None]
+            unreduced = f"dist_reduce_fx is None for its {', '.join(states)}. " if states else ""
             raise ConfigError(
                 f"task: torchmetrics()[{name!r}]: a {type(metrics[name]).__name__} cannot be combined over ranks: a "
                 f"few examples give {_brief(expected)} at once, and {_brief(found)} in two parts. "
-                f'{_unreduced(metrics[name])}Give its states a dist_reduce_fx that adds up ("sum", "cat", "min", '
+                f'{unreduced}Give its states a dist_reduce_fx that adds up ("sum", "cat", "min", '
                 '"max"), or compute it in epoch_metrics(outputs), which is given all examples at once'
             )
 
@@ -115,10 +117,6 @@ def _parts(metric: nn.Module) -> Iterator[Any]:
     from torchmetrics import Metric
 
     return (each for each in metric.modules() if isinstance(each, Metric))
-
-
-def _updated(metric: Any) -> bool:
-    return any(part._update_count for part in _parts(metric))
 
 
 def _combined(values: list[Any], reduce: Callable[[Any], Any] | None) -> Any:
@@ -148,11 +146,6 @@ def _alike(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_alike, one, other))
     numbers = isinstance(one, float) and isinstance(other, float)
     return numbers and bool(np.isclose(one, other, rtol=1e-3, atol=1e-5, equal_nan=True))
-
-
-def _unreduced(metric: Any) -> str:
-    names = [name for part in _parts(metric) for name, reduce in part._reductions.items() if reduce is None]
-    return f"dist_reduce_fx is None for its {', '.join(names)}. " if names else ""
 
 
 def _brief(value: Any) -> str:

@@ -40,8 +40,8 @@ class Done:
     message: str | None = None  # where the work is queued or on other hosts
 
 
-def run_folder_of(given: Path | Url) -> Path:
-    """Returns the folder of a run that has a task; refuses others."""
+def run_folder_of(given: Path | Url, needs_task: bool = True) -> Path:
+    """Returns the folder of a run; refuses one without a task where that is needed."""
     if isinstance(given, Url):
         raise ConfigError(
             f"RUN {given}: trained models are read from a disk: copy the run's folder here first, with the tools of "
@@ -49,7 +49,7 @@ def run_folder_of(given: Path | Url) -> Path:
         )
     if not given.is_dir():
         raise ConfigError(f"RUN {given}: there is no such folder")
-    if not (given / "config.yaml").exists():
+    if needs_task and not (given / "config.yaml").exists():
         script = (given / "script.json").exists() or (given / "checkpoints").is_dir()
         why = (
             "this run belongs to a script with a custom loop: load its weights there with run.load_weights(folder, "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from lockstep.config.strategy import processes_of
@@ -13,10 +15,6 @@ from lockstep.runtime.gpus import check_devices, gpu_count
 if TYPE_CHECKING:
     from lockstep.config.schema import RunSettings
     from lockstep.runtime.base import Runtime
-
-
-import contextlib
-from collections.abc import Iterator, Mapping
 
 # torch is imported inside the functions below, so that a run on explicit settings is planned without it.
 

@@ -6,22 +6,19 @@ torch_xla 2.9 has no CUDA support, but loads any PJRT plugin. The one of jax-cud
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib.util
+import mmap
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunSettings
-
-
-import ctypes
-import functools
-import mmap
-import os
-from typing import Any
 
 DEVICE = "PJRT_DEVICE"
 FAMILIES = ("CPU", "TPU", "CUDA")
@@ -84,9 +81,8 @@ def check(settings: RunSettings, env: Mapping[str, str], processes: int) -> None
         )
     if settings.strategy.param_dtype != "float32":
         raise ConfigError(
-            f"strategy.param_dtype: {settings.strategy.param_dtype}: XLA's compiler decides itself in what it "
-            f"sends parameters: "
-            "take it away (train.precision: bf16 computes in bf16)"
+            f"strategy.param_dtype: {settings.strategy.param_dtype}: XLA's compiler decides itself in what it sends "
+            "parameters: take it away (train.precision: bf16 computes in bf16)"
         )
     if strategy == "threads" and processes > 1:
         raise ConfigError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import itertools
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from lockstep.checkpoint import manifest, reader
-from lockstep.checkpoint.merge import merge
+from lockstep.checkpoint import reader, tensor_file
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.config.schema import RunConfig
 from lockstep.data.loader import batch_fetcher
@@ -27,7 +27,7 @@ from lockstep.data.stream_reader import is_stream
 from lockstep.distributed.group import Group
 from lockstep.engine.models import DEFAULT, Entry, Models
 from lockstep.engine.weights import Frozen, Pretrained, are_left_out, digest_of, names_of
-from lockstep.errors import ConfigError
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.runtime.base import seed_generators
 from lockstep.runtime.cpu import CpuRuntime
 from lockstep.runtime.moving import map_tensors
@@ -41,12 +41,12 @@ _TARGETS = ("labels", "label", "targets", "target")
 _EXAMPLES = 2  # a batch of one would be taken for a size that never changes
 
 
-def export(config: RunConfig, folder: Path, step: int, to: str, out: Path, averages: bool = False) -> None:
-    """Writes the model of a checkpoint in another form."""
+def export(config: RunConfig | None, folder: Path, step: int, to: str, out: Path, averages: bool = False) -> None:
+    """Writes the model of a checkpoint in another form; its weights alone (safetensors) need no config."""
     temporary = out.with_name(f".partial-{out.name}")
     _remove(temporary)
     try:
-        if to == "safetensors":
+        if config is None:
             _write_weights(CheckpointStorage(folder / "checkpoints"), step, temporary, averages)
         else:
             task = create_task(config.task)
@@ -60,11 +60,36 @@ def export(config: RunConfig, folder: Path, step: int, to: str, out: Path, avera
 
 
 def _write_weights(storage: CheckpointStorage, step: int, out: Path, averages: bool) -> None:
-    problem = storage.problem(step)
-    if problem is not None:
-        raise ConfigError(f"{storage.path(step)} is damaged: {problem}. Name another step with --step")
-    if not merge(storage.path(step), manifest.read(storage.path(step)), out, average=averages) and averages:
-        raise _no_averages(storage.path(step))
+    """Writes one file of whole tensors, one after the other, whatever number of ranks wrote the checkpoint."""
+    loaded = reader.read(storage, step, slices=True)
+    try:
+        once: dict[int, tuple[str, Any]] = {}  # of tied weights the first
+        for name, each in loaded.model.items():
+            once.setdefault(id(each), (name, each))
+        tensors = dict(once.values())
+        if averages:
+            tensors |= _averages(loaded, storage.path(step), tensors)
+        with out.open("xb") as stream:
+            tensor_file.write(stream.write, tensors, {"format": "pt"})
+            stream.flush()
+            os.fsync(stream.fileno())
+    finally:
+        loaded.close()
+
+
+def _averages(loaded: reader.Loaded, source: Path, weights: Mapping[str, Any]) -> dict[str, Any]:
+    if not loaded.state.get("averages"):
+        raise _no_averages(source)
+    try:
+        one = len(loaded.state["models"]) == 1
+        return {
+            name: each
+            for model, average in loaded.state["averages"].items()
+            for inner, each in average["weights"].items()
+            if (name := inner if one else f"{model}.{inner}") in weights and each.shape == weights[name].shape
+        }
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{source} is damaged: its averages cannot be read: {error}") from None
 
 
 def _write_pretrained(model: Any, task: Task, config: RunConfig, to: str, out: Path) -> None:

@@ -183,10 +183,10 @@ class _Work:
             batch_sampler=[each.tolist() for each in filled],
             collate_fn=collate or default_collate,
             num_workers=self._workers,
-            multiprocessing_context=workers.context(),
+            multiprocessing_context=workers.start_method(),
             worker_init_fn=workers.begin,
         )
-        yield from loader
+        yield from workers.fetched(loader)
 
 
 def _rounded(count: int, multiple: int) -> int:

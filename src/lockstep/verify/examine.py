@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from lockstep.checkpoint import manifest, merge
+from lockstep.checkpoint import manifest
+from lockstep.checkpoint.header import read_header
 from lockstep.config.load import load
 from lockstep.config.schema import RunConfig
 from lockstep.errors import CheckpointError, ConfigError
@@ -222,9 +223,12 @@ def draws_random_numbers(run: Path) -> bool:
 
 def batch_statistics(run: Path) -> list[str]:
     """Returns the layers that normalise by statistics of a rank's part of the batch."""
+    names: set[str] = set()
     newest = max((run / "checkpoints").glob("step-*"), default=None)
-    names = [] if newest is None else [each.entry.name for each in merge.weights(newest, manifest.read(newest))[0]]
-    return [name.removesuffix(".running_mean") for name in names if name.endswith(".running_mean")]
+    for file in [] if newest is None else sorted(newest.glob("model*.safetensors")):
+        with file.open("rb") as stream:
+            names |= {each.tensor for each in read_header(stream, file.stat().st_size)}
+    return sorted(name.removesuffix(".running_mean") for name in names if name.endswith(".running_mean"))
 
 
 @contextlib.contextmanager
