@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +15,7 @@ from lockstep.mirror.url import Url
 from lockstep.shown import visible
 
 if TYPE_CHECKING:
-    from lockstep.doctor.check import Check
-    from lockstep.launchers.ssh.pod import Inspection, Pod
+    from lockstep.launchers.ssh.pod import Pod
 
 _OF_THIS_MACHINE = {"runtimes": "--runtime", "processes": "--processes", "out": "--out", "limit": "--limit"}
 
@@ -72,7 +70,10 @@ def _check_hosts(context: click.Context, hosts: str, overrides: tuple[str, ...],
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             raise click.UsageError(f"{option} is about this machine, and --hosts looks at others: give one of them")
     inspections = _pod_of(hosts, overrides).inspect()
-    checks = checks_of(inspections)
+    checks = []
+    for host in inspections:
+        found = "; ".join(host.problems) or f"can take part, at {host.found['address']}"
+        checks.append(report.Check(host.name, "fail" if host.problems else "ok", found, data=host.found))
     code = int(report.overall(checks) == "fail")
     if as_json:
         click.echo(report.as_json(checks))
@@ -96,16 +97,6 @@ def _pod_of(asked: str, overrides: tuple[str, ...]) -> Pod:
     # A config needs a task; this one is not imported.
     where = {"task": "lockstep:Task", "launch": {"type": "ssh", "hosts": names}}
     return Pod("doctor", with_overrides(load_python(where, {}, "--hosts"), overrides))
-
-
-def checks_of(inspections: Sequence[Inspection]) -> list[Check]:
-    from lockstep.doctor.check import Check
-
-    checks = []
-    for host in inspections:
-        found = "; ".join(host.problems) or f"can take part, at {host.found['address']}"
-        checks.append(Check(host.name, "fail" if host.problems else "ok", found, data=host.found))
-    return checks
 
 
 @click.command(

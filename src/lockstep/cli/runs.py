@@ -109,8 +109,7 @@ def serve(runs: Path, port: int, host: str) -> None:
     """Show all runs in the folder RUNS in a browser, until Ctrl-C."""
     from lockstep.runs.server import RunsFolder, Server
 
-    if not runs.is_dir():
-        raise ConfigError(f"RUNS {runs}: there is no such folder")
+    _require(runs)
     with Server(RunsFolder(runs), host, port) as server:
         if server.token is not None:
             say(f"--host {host}: not for this machine alone. Whoever has the token in the address sees the runs; it "

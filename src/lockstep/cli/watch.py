@@ -69,21 +69,17 @@ def watch(run: Path | None, pod_name: str | None, once: bool, wait: float, every
 
 
 def _here(run: Path | None) -> Callable[[], Look]:
-    from lockstep.runs import watching
+    from lockstep.runs import table, watching
 
-    folder = _newest() if run is None else run
+    if run is None:
+        found = table.ordered(table.found(Path("runs"))) if Path("runs").is_dir() else []
+        if not found:
+            raise ConfigError("there is no run in runs/: name the folder of one")
+        run = found[0].folder
+    folder = run
     if not folder.exists() and (Path("runs") / folder).is_dir():
         folder = Path("runs") / folder
     return lambda: watching.look(folder)
-
-
-def _newest() -> Path:
-    from lockstep.runs import table
-
-    found = table.ordered(table.found(Path("runs"))) if Path("runs").is_dir() else []
-    if not found:
-        raise ConfigError("there is no run in runs/: name the folder of one")
-    return found[0].folder
 
 
 def _on_pod(name: str) -> Callable[[], Look]:

@@ -31,7 +31,8 @@ OPTIONAL = ("tensorboard", "torch_xla", "ray", "scikit-learn", "cloudpickle")
 
 
 def look(asked: Collection[str]) -> Iterator[Check]:
-    yield Check("python", "ok", f"{platform.python_version()} at {sys.executable}")
+    about = {"version": platform.python_version(), "executable": sys.executable}
+    yield Check("python", "ok", f"{about['version']} at {about['executable']}", data=about)
     yield Check("lockstep", "ok", f"{lockstep.__version__} in {Path(lockstep.__file__).parent}")
     versions = {name: version_of(name) for name in ("torch", *OPTIONAL)}
     yield torch(versions["torch"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import secrets
 import time
 from collections.abc import Iterator
@@ -74,15 +75,10 @@ class Trace:
     """A trace that is being taken, until a step of the window or until a requested time."""
 
     first_step: int
-    end_step: int | None = None
+    end_step: float = math.inf
+    end_time: float = math.inf
     request: Request | None = None
-    end_time: float = 0.0
     last_step: int = 0  # that it has anything of
-
-    def over(self, next_step: int) -> bool:
-        if self.end_step is not None:
-            return next_step >= self.end_step
-        return time.monotonic() >= self.end_time
 
 
 class Window(Profiler):
@@ -103,10 +99,13 @@ class Window(Profiler):
             self._first = self._first or step + WARM_UP_STEPS
         if self._trace is not None:
             self._leave_step()
-            if self._trace.over(step):
+            if step >= self._trace.end_step or time.monotonic() >= self._trace.end_time:
                 self._stop()
-        if self._trace is None:
-            self._start_what_is_due(step)
+        first = self._first or step
+        if self._trace is None and self._wanted and first <= step < first + self._steps:
+            self._start(Trace(step, end_step=first + self._steps))
+        elif self._trace is None and (request := self._demand.take()):
+            self._start(Trace(step, request=request))
         if self._trace is not None:
             self._step.enter_context(self._backend.step(step))
         self._next = step
@@ -143,13 +142,6 @@ class Window(Profiler):
         self._leave_step()
         self._abandon("the run failed")
         self._demand.close()
-
-    def _start_what_is_due(self, step: int) -> None:
-        first = self._first or step
-        if self._wanted and first <= step < first + self._steps:
-            self._start(Trace(step, end_step=first + self._steps))
-        elif request := self._demand.take():
-            self._start(Trace(step, request=request))
 
     def _start(self, trace: Trace) -> None:
         try:

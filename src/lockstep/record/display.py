@@ -52,15 +52,12 @@ class Display:
         total = f"/{self._total_steps}" if self._total_steps else ""
         parts = [f"epoch {row['epoch']} step {row['step']}{total}", *_metrics(row)]
         if "examples_per_second" in row:
-            parts += [f"{row['examples_per_second']:,.0f} examples/s", *self._time_left(row["step"])]
+            parts.append(f"{row['examples_per_second']:,.0f} examples/s")
+            if self._total_steps and row["step"] > self._start_step:
+                seconds = int(self._step_seconds(row["step"]) * (self._total_steps - row["step"]))
+                parts.append(f"{seconds // 60}:{seconds % 60:02d} left")
             parts += self._lag(row["step"], lags)
         return "  ".join([*parts, NEW_BEST] if row.get(NEW_BEST) else parts)
-
-    def _time_left(self, step: int) -> list[str]:
-        if not self._total_steps or step <= self._start_step:
-            return []
-        seconds = int(self._step_seconds(step) * (self._total_steps - step))
-        return [f"{seconds // 60}:{seconds % 60:02d} left"]
 
     def _lag(self, step: int, lags: list[float]) -> list[str]:
         """How much longer than the fastest each slower rank takes to get to the exchange of gradients."""

@@ -23,7 +23,7 @@ from lockstep.config.secrets import LEFT_OUT, is_secret, redacted
 from lockstep.distributed.failure import Result
 from lockstep.distributed.topology import Topology
 from lockstep.errors import PREEMPTED_EXIT_CODE, ConfigError, FolderLost
-from lockstep.record.writers import write_json
+from lockstep.record.writers import read_json, write_json
 
 RUNNING = "running"  # the status until the end is written
 CONFIG_FILE, SUMMARY_FILE, TOPOLOGY_FILE = "config.yaml", "summary.json", "topology.json"
@@ -122,10 +122,7 @@ def read_plain_config(folder: Path) -> dict[str, Any]:
 
 def read_summary(folder: Path) -> dict[str, Any]:
     """Returns summary.json; empty where there is none that can be read."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        summary = json.loads(run_files.read_text(folder / SUMMARY_FILE))
-        return summary if isinstance(summary, dict) else {}
-    return {}
+    return read_json(folder / SUMMARY_FILE)
 
 
 def record(folder: Path, status: str, reason: str | None) -> None:
@@ -241,7 +238,8 @@ def keep_code(folder: Path, root: Path, digests: Mapping[str, str], warn: Callab
         before = max(
             (int(each.name) for each in home.glob("[0-9]*") if each.name.isdecimal() and each.name.isascii()), default=0
         )
-        known = _read(home / str(before) / FACTS_FILE)
+        files = read_json(home / str(before) / FACTS_FILE, depth=3).get("files")
+        known = files if isinstance(files, dict) else {}
         changed = sorted(name for name, digest in digests.items() if known.get(name, digest) != digest)
         if before and not changed:
             return
@@ -290,9 +288,3 @@ def _git(root: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.decode("utf-8", errors="replace")
-
-
-def _read(file: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return dict(json.loads(run_files.read_text(file, depth=3)).get("files") or {})
-    return {}

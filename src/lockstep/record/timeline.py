@@ -10,7 +10,6 @@ None of it is needed to resume: an error costs a warning. Nothing here happens o
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import time
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import run_files
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE
-from lockstep.record.writers import LiveFiles
+from lockstep.record.writers import LiveFiles, objects
 
 if TYPE_CHECKING:
     from lockstep.distributed.failure import Failure, Result
@@ -174,17 +173,11 @@ def newest_row(file: Path) -> dict[str, Any] | None:
 
 def newest_rows(file: Path, longest: int) -> list[dict[str, Any]]:
     """Returns the rows in the last bytes of a file that may be long, and may be written to."""
-    rows, lines = [], [b""]
     with contextlib.suppress(OSError), run_files.open_file(file) as stream:
         size = stream.seek(0, os.SEEK_END)
         stream.seek(max(size - longest, 0))
-        lines = stream.read(longest).split(b"\n")[0 if size <= longest else 1 :]
-    for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            if isinstance(row, dict):
-                rows.append(row)
-    return rows
+        return list(objects(stream.read(longest).split(b"\n")[0 if size <= longest else 1 :]))
+    return []
 
 
 def _short(value: Any) -> Any:

@@ -7,7 +7,7 @@ import json
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,32 @@ class JsonlWriter:
 
 def read_rows(path: Path) -> list[Row]:
     """Returns the rows of a file; a line that a kill cut short is left out."""
-    rows = []
+    return [row for row in json_lines(path) if type(row.get("step", 0)) in (int, float)]
+
+
+def read_json(path: Path, depth: int = 1) -> dict[str, Any]:
+    """Returns the object of a JSON file; empty where there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads(run_files.read_text(path, depth=depth))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the objects of a file of JSON lines; lines that are none are left out."""
     with run_files.open_file(path) as stream:
-        for _, line in run_files.lines(stream):
-            with contextlib.suppress(ValueError, RecursionError):
-                row = json.loads(line)
-                if isinstance(row, dict) and type(row.get("step", 0)) in (int, float):
-                    rows.append(row)
-    return rows
+        yield from objects(line for _, line in run_files.lines(stream))
+
+
+def objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    decode = json.JSONDecoder().decode  # there may be a hundred thousand lines
+    for line in lines:
+        try:
+            found = decode(line.decode())
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict):
+            yield found
 
 
 def drop_rows_after(path: Path, step: int, training_step: int | None = None, keep: int | None = None) -> int:

@@ -23,6 +23,7 @@ from lockstep.config.strategy import MESH_TYPES
 from lockstep.errors import ConfigError
 from lockstep.record import folder_lock
 from lockstep.record.run_folder import CONFIG_FILE, RUNNING, START_FILES, SUMMARY_FILE, TOPOLOGY_FILE
+from lockstep.record.writers import read_json
 from lockstep.runs.records import (
     Entry,
     Lags,
@@ -30,7 +31,6 @@ from lockstep.runs.records import (
     Span,
     number,
     parsed,
-    read_json,
     read_lags,
     read_lines,
     read_live,

@@ -6,7 +6,6 @@ Nothing here raises for a file that is missing, half written or nonsense: what c
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,8 +13,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lockstep import run_files
 from lockstep.record.timeline import LIVE_FILE
+from lockstep.record.writers import json_lines, read_json
 
 # A run is in one of these until the next begins; SPANS have their own end within them.
 _BASES = ("start", "train", "restart")
@@ -26,24 +25,10 @@ PHASES = ("start", "roll call", "compile", "train", "validate", "save", "restart
 Record = TypeVar("Record")
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(run_files.read_text(file))
-        return found if isinstance(found, dict) else {}
-    return {}
-
-
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yields the objects of a file of JSON lines."""
-    decode = json.JSONDecoder().decode  # there may be a hundred thousand lines
-    with contextlib.suppress(OSError), run_files.open_file(file) as stream:
-        for _, line in run_files.lines(stream):
-            try:
-                found = decode(line.decode())
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(found, dict):
-                yield found
+    """Yields the objects of a file of JSON lines, none where it cannot be read."""
+    with contextlib.suppress(OSError):
+        yield from json_lines(file)
 
 
 def number(value: Any) -> float | None:
