@@ -16,8 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lockstep import runtime
 from lockstep.config.objects import import_object
 from lockstep.config.plain import finite
@@ -42,7 +40,7 @@ from lockstep.record.logs import file_only, rank_log
 from lockstep.record.run_folder import brought_here
 from lockstep.runs.report import leave_report
 from lockstep.runtime.base import Runtime
-from lockstep.runtime.deterministic import deterministic, explained
+from lockstep.runtime.deterministic import arithmetic, explained
 from lockstep.tasks.evaluate import evaluate
 from lockstep.tasks.predict import predict
 from lockstep.tasks.trainer import fit
@@ -170,11 +168,7 @@ class Rank:
         # The settings that ranks compare are those that the run was given: a host may have fewer processes.
         here = settings.model_copy(update={"processes": topology.local_world_size})
         family, _ = runtime.resolve(here)
-        if settings.train.is_deterministic:
-            self._joined.enter_context(deterministic(family))
-        if settings.launch.threads is not None and family != "xla":
-            self._joined.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(settings.launch.threads)
+        self._joined.enter_context(arithmetic(settings, family))
         index = topology.place.local_rank if device_index is None else device_index
         self.runtime = runtime.create(family, index, topology.local_world_size, here)
         self.runtime.prepare()

@@ -28,6 +28,7 @@ from lockstep.distributed.group import Group
 from lockstep.engine.compile_guard import CompileGuard
 from lockstep.engine.exchange import gather_places, require_plain
 from lockstep.engine.gradients import GradientTracker
+from lockstep.engine.loop_checks import refuse_stream
 from lockstep.engine.step import Step
 from lockstep.errors import ConfigError
 from lockstep.profiler import Profiler
@@ -203,15 +204,6 @@ class BatchFeed:
 
         return PlannedPass(dataset, facts, name, site, accumulate, begin)
 
-    def _refuse_with_leaves(self, data: Any) -> None:
-        """Which examples of a stream are in a batch depends on the number of ranks."""
-        if self._strategy.leaves:
-            raise ConfigError(
-                f"train.exact: {self._strategy.leaves} needs batches that are the same on any number of ranks, and "
-                f"{type(data).__name__} is a stream, of which every rank reads its own shards: use a dataset with "
-                "__len__ and __getitem__, or leave train.exact out"
-            )
-
     def _plan_examples(
         self,
         data: Any,
@@ -223,7 +215,7 @@ class BatchFeed:
         accumulate: int,
         site: str | None,
     ) -> PlannedPass:
-        self._refuse_with_leaves(data)
+        refuse_stream(data, self._strategy.leaves)
         check_stream(data, "run.batches")
         source = self._streams.source(data)
         facts = {
@@ -252,7 +244,7 @@ class BatchFeed:
         self, batches: Iterable[Any], count: Callable[[Any], int], name: str | None, site: str, ahead: bool
     ) -> PlannedPass:
         """Plans a pass over batches that are made elsewhere, of which every dp rank has different ones."""
-        self._refuse_with_leaves(batches)
+        refuse_stream(batches, self._strategy.leaves)
         self._release_for(batches)
         return PlannedPass(batches, {}, name, site, 1, partial(self._begin_stream, batches, count, ahead))
 

@@ -197,3 +197,13 @@ def _digest(value: Any) -> str:
     else:
         data = repr(value)
     return hashlib.blake2b(data.encode(), digest_size=8).hexdigest()
+
+
+def refuse_stream(data: Any, leaves: int | None) -> None:
+    """Refuses a stream with train.exact: which of its examples are in a batch depends on the number of ranks."""
+    if leaves:
+        raise ConfigError(
+            f"train.exact: {leaves} needs batches that are the same on any number of ranks, and "
+            f"{type(data).__name__} is a stream, of which every rank reads its own shards: use a dataset with __len__ "
+            "and __getitem__, or leave train.exact out"
+        )

@@ -9,10 +9,23 @@ from collections.abc import Iterator
 
 import torch
 
+from lockstep.config.schema import RunSettings
 from lockstep.errors import ConfigError
 
 # Read by cuBLAS when it is first used, and by torch.compile, which then chooses no kernel by how long it takes.
 _VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCHINDUCTOR_DETERMINISTIC": "1"}
+
+
+@contextlib.contextmanager
+def arithmetic(settings: RunSettings, family: str) -> Iterator[None]:
+    """Computes with as many CPU threads as `launch.threads` says, and deterministically if asked to."""
+    before, threads = torch.get_num_threads(), settings.launch.threads if family != "xla" else None
+    torch.set_num_threads(threads or before)
+    try:
+        with deterministic(family) if settings.train.is_deterministic else contextlib.nullcontext():
+            yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

@@ -13,17 +13,17 @@ from torch.optim import Optimizer
 from lockstep.config.strategy import ShardRule
 from lockstep.data.batches import MicroBatch
 from lockstep.distributed.group import Group
-from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
 from lockstep.strategy.parameters import (
     Modules,
     Parameters,
     all_finite,
+    give_new_parameters,
     gradients_of,
+    move_state,
     multiply_gradients,
     named_parameters,
     on_host,
-    require_memory,
     to_device,
     values_of,
 )
@@ -93,20 +93,8 @@ class Strategy(abc.ABC):
 
     def place_optimizer(self, optimizer: Optimizer) -> None:
         """Moves state that an optimizer made before its model was placed (Adagrad) to where the parameters are now."""
-        self._give_new_parameters(optimizer)
-        for parameter, state in optimizer.state.items():
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape and value.device != parameter.device:
-                    require_memory(optimizer, value)
-                    state[name] = value.to(parameter.device)
-
-    def _give_new_parameters(self, optimizer: Optimizer) -> None:
-        """Gives an optimizer the parameters that replaced its own."""
-        now = {id(before): after for before, after in self._replaced}
-        for group in optimizer.param_groups:
-            group["params"] = [now.get(id(each), each) for each in group["params"]]
-        for before in [each for each in optimizer.state if id(each) in now]:
-            optimizer.state[now[id(before)]] = optimizer.state.pop(before)
+        give_new_parameters(optimizer, self._replaced)
+        move_state(optimizer)
 
     def copies_of(self, model: nn.Module) -> list[nn.Module]:
         """Returns every replica that this process has of a placed model."""
@@ -119,12 +107,6 @@ class Strategy(abc.ABC):
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Concatenates the tensors of all dp ranks along the first dimension, with gradients."""
         return tensor
-
-    def _refuse_to_gather(self) -> ConfigError:
-        return ConfigError(
-            f"run.all_gather: strategy: {self.name} on runtime: xla cannot exchange tensors in the middle of a step. "
-            "Use strategy: spmd or fsdp, where a batch is that of all devices already"
-        )
 
     # Gradients
 

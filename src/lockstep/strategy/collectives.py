@@ -196,3 +196,11 @@ def _exchanged(mine: Tensor) -> Tensor:
 def _meeting_place(tensor: Tensor) -> torch.device:
     """Returns where ranks exchange a tensor: gloo does so in host memory alone."""
     return torch.device("cpu") if dist.get_backend() == "gloo" else tensor.device
+
+
+def cannot_gather(strategy: str) -> ConfigError:
+    """Returns the error of run.all_gather on XLA, where a tensor cannot be exchanged in the middle of a step."""
+    return ConfigError(
+        f"run.all_gather: strategy: {strategy} on runtime: xla cannot exchange tensors in the middle of a step. "
+        "Use strategy: spmd or fsdp, where a batch is that of all devices already"
+    )

@@ -25,6 +25,24 @@ def require_memory(optimizer: Optimizer, state: Tensor) -> None:
         )
 
 
+def give_new_parameters(optimizer: Optimizer, replaced: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    """Gives an optimizer the parameters that replaced its own, with their state."""
+    now = {id(before): after for before, after in replaced}
+    for group in optimizer.param_groups:
+        group["params"] = [now.get(id(each), each) for each in group["params"]]
+    for before in [each for each in optimizer.state if id(each) in now]:
+        optimizer.state[now[id(before)]] = optimizer.state.pop(before)
+
+
+def move_state(optimizer: Optimizer) -> None:
+    """Moves state that an optimizer made before its model was placed (Adagrad) to where the parameters are now."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.device != parameter.device:
+                require_memory(optimizer, value)
+                state[name] = value.to(parameter.device)
+
+
 def named_parameters(modules: Modules) -> dict[str, Tensor]:
     """Returns parameters as `fc.weight`, or `generator.fc.weight` where there is more than one model."""
     return {

@@ -35,7 +35,15 @@ from lockstep.strategy.base import Strategy
 from lockstep.strategy.blocks import find_blocks, without_views
 from lockstep.strategy.collectives import synchronise
 from lockstep.strategy.fsdp import BlockTracker, SecondBackward, let_methods_compute, param_groups
-from lockstep.strategy.parameters import Modules, Parameters, all_finite, gradients_of, named_parameters, require_memory
+from lockstep.strategy.parameters import (
+    Modules,
+    Parameters,
+    all_finite,
+    give_new_parameters,
+    gradients_of,
+    named_parameters,
+    require_memory,
+)
 from lockstep.strategy.placing import Initialise
 from lockstep.strategy.slices import from_part, load_module, load_optimizer, local_part, slice_of, take_part
 from lockstep.strategy.tensor_parallel import make_mesh
@@ -175,7 +183,7 @@ class ShardedStrategy(Strategy):
         """Gives the optimizer the split parameters, and splits the state that it had for them."""
         if isinstance(optimizer, (LBFGS, SparseAdam)):
             raise self._does_not_fit(optimizer, "it needs whole parameters")
-        self._give_new_parameters(optimizer)
+        give_new_parameters(optimizer, self._replaced)
         filling = placing.Filling(nn.Module(), self._group, self.runtime.device)
         for parameter, state in optimizer.state.items():
             for key, value in state.items():

@@ -25,6 +25,7 @@ from lockstep.errors import ConfigError
 from lockstep.runtime.moving import moved, tensors_of
 from lockstep.runtime.xla import XlaRuntime
 from lockstep.strategy.base import Strategy
+from lockstep.strategy.collectives import cannot_gather
 from lockstep.strategy.parameters import Modules, Parameters, on_host, to_device
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class ThreadsStrategy(Strategy):
         self._written_down.add(self._at_work)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        raise self._refuse_to_gather()
+        raise cannot_gather(self.name)
 
     def reduce_gradients(self, parameters: Parameters) -> None:
         self._wait_for_all()

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.runtime.xla import XlaRuntime
 from lockstep.strategy.base import Strategy
+from lockstep.strategy.collectives import cannot_gather
 from lockstep.strategy.parameters import Modules, Parameters, gradients_of, on_host, to_device
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class XlaDdpStrategy(Strategy):
         return total
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        raise self._refuse_to_gather()
+        raise cannot_gather(self.name)
 
     def reduce_gradients(self, parameters: Parameters) -> None:
         gradients = gradients_of(parameters)
