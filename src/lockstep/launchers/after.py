@@ -104,7 +104,9 @@ def carry_out(config: RunConfig, out: Path, say: Say) -> Done:
     if config.launch.type in DETACHED and not trains_here(config, os.environ):
         with launcher.train(config, Out(out), say) as ended:
             return Done(ended.exit_code, message=f"{ended.message}{_result_place(config)}")
-    folder, keep = Path(tempfile.mkdtemp(prefix="lockstep-after-")), True
+    storage = config.launch.ray.storage if config.launch.type == "ray" else None  # which all nodes see
+    shared = storage if storage and Path(storage).is_dir() else None
+    folder, keep = Path(tempfile.mkdtemp(prefix="lockstep-after-", dir=shared)), True
     try:
         with launcher.train(config, Out(folder, final=True), say) as ended:
             done = _done(ended, folder)

@@ -52,6 +52,7 @@ class Ended:
     folder: Path | None = None
     result: Result | None = None
     mirror: Mirror | None = None
+    url: Url | None = None  # of the run's folder, where `folder` has only an outline of it
     outcome: dict[str, Any] | None = None  # what rank 0 wrote down, where this process is a rank
     message: str = ""
     job: str | None = None  # the number of a queued job

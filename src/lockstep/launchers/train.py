@@ -14,7 +14,7 @@ from lockstep.config.objects import loading
 from lockstep.errors import INTERRUPTED_EXIT_CODE, BucketBehind, ConfigError, LaunchError, WorkerFailed
 from lockstep.launchers import script
 from lockstep.launchers.base import DETACHED, Ended, Out, launcher_of, run_name, trains_here
-from lockstep.mirror.url import place
+from lockstep.mirror.url import Url, place
 from lockstep.terminal import tell
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def train(
         if ended.result is None:
             return _as_rank(ended)
         assert ended.folder is not None and ended.config is not None
-        return _outcome(ended.folder, ended.result, int(ended.config.processes))
+        return _outcome(ended.folder, ended.result, int(ended.config.processes), ended.url)
 
 
 def _in_this_process(config: RunConfig, out: Out) -> dict[str, Any] | None:
@@ -182,16 +182,17 @@ def _as_rank(ended: Ended) -> dict[str, Any]:
     return ended.outcome
 
 
-def _outcome(folder: Path, result: Result, processes: int) -> dict[str, Any]:
+def _outcome(folder: Path, result: Result, processes: int, url: Url | None) -> dict[str, Any]:
     from lockstep.distributed.failure import how_to_plan
     from lockstep.engine.stop_requests import Preempted
     from lockstep.record import run_folder
     from lockstep.runs.report import leave_report
 
     failure = result.failure
-    if failure is not None:
-        run_folder.record(folder, "failed", failure.cause)
-    leave_report(folder, _say)
+    if url is None:
+        if failure is not None:
+            run_folder.record(folder, "failed", failure.cause)
+        leave_report(folder, _say)
     if failure is not None:
         text = failure.render(processes)
         if failure.memory:
@@ -201,7 +202,7 @@ def _outcome(folder: Path, result: Result, processes: int) -> dict[str, Any]:
         raise KeyboardInterrupt
     if result.exit_code:
         raise Preempted("asked to stop")
-    return {**run_folder.read_summary(folder), "folder": folder}
+    return {**run_folder.read_summary(folder), "folder": folder if url is None else str(url)}
 
 
 def _say(text: str) -> None:

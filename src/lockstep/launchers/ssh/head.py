@@ -16,21 +16,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.distributed.failure import Failure, Report, Result, find_cause, how_to_plan, worth_retrying
+from lockstep.distributed.failure import Failure, Report, Result, find_cause, worth_retrying
 from lockstep.distributed.signals import Signals
 from lockstep.distributed.store.client import Client, StoreLost
 from lockstep.distributed.store.private import store_prefix
 from lockstep.distributed.topology import ranks_text
 from lockstep.distributed.watch.stall import Limits, RunningClock, Watcher
-from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, BucketBehind, RankStalled
+from lockstep.errors import INTERRUPTED_EXIT_CODE, RankStalled
+from lockstep.launchers.ending import conclude
 from lockstep.launchers.ssh.folder import Job
 from lockstep.launchers.ssh.record import Order
 from lockstep.mirror.mirror import Mirror
 from lockstep.record import timeline as timelines
 from lockstep.record.loggers import suspect
-from lockstep.record.run_folder import note_end, read_summary
+from lockstep.record.run_folder import read_summary
 from lockstep.record.timeline import Timeline
-from lockstep.runs.report import leave_report
 from lockstep.shown import shown
 from lockstep.terminal import tell
 
@@ -371,62 +371,15 @@ class HeadThread:
         if self._result is None:  # what it raised is in the console
             self._job.has_ended(5, "failed")
             return 5
-        code, status, said = conclude(self._order, self._result, self._mirror)
-        self._job.has_ended(code, status, said)
+        order, said = self._order, list[str]()
+
+        def say(text: str) -> None:
+            lines = shown("\n".join(f"lockstep: {line}" if line else "" for line in text.split("\n")))
+            said.append(lines)
+            tell(lines)
+
+        folder, pod = Path(order.folder), (shlex.quote(order.pod), order.head.name)
+        config = order.run_config().model_copy(update={"processes": order.world_size})
+        code = conclude(folder, self._result, config, say, self._mirror, pod=pod)
+        self._job.has_ended(code, str(read_summary(folder).get("status", "ended")), "\n".join(said))
         return code
-
-
-def conclude(order: Order, result: Result, mirror: Mirror | None = None) -> tuple[int, str, str]:
-    """Says how the job ended, where it is and what to do next; returns exit code, status and what was said."""
-    said: list[str] = []
-
-    def say(text: str) -> None:
-        said.append(shown(f"lockstep: {text}"))
-        tell(f"lockstep: {text}")
-
-    try:
-        note_end(Path(order.folder), result)
-    except OSError as error:
-        say(str(error))
-    leave_report(Path(order.folder), lambda text: tell(f"lockstep: {text}"))
-    timeouts = order.run_config().timeouts
-    behind = mirror.finish(timeouts.checkpoint if result.exit_code == 0 else timeouts.stop) if mirror else None
-    code, status = _say_end(order, result, say)
-    if behind is not None:
-        say(behind)
-        code = BucketBehind.exit_code if code in (0, PREEMPTED_EXIT_CODE) else code
-    return code, status, "\n".join(said)
-
-
-def _say_end(order: Order, result: Result, say: Callable[[str], None]) -> tuple[int, str]:
-    """The exit code is 75 only where there is a checkpoint to resume from."""
-    folder, pod = Path(order.folder), shlex.quote(order.pod)
-    saved = any((folder / "checkpoints").glob("step-*"))
-    go_on = f"lockstep pod resume {pod}"
-    if result.failure is not None:
-        failure = result.failure
-        say(failure.render(order.world_size).replace("\n", "\nlockstep: ").replace("\nlockstep: \n", "\n\n"))
-        if failure.memory and order.run_config().after is None:
-            say(how_to_plan("CONFIG", order.world_size))
-        say(f"logs: lockstep pod pull {pod}")
-        if saved:
-            say(f"go on from the last checkpoint with: {go_on}")
-        return result.exit_code, "failed"
-    if result.exit_code == PREEMPTED_EXIT_CODE:
-        say(f"saved and stopped; go on with: {go_on}")
-        return result.exit_code, "preempted"
-    if result.nothing_to_save:
-        say(f"stopped before the first step; go on with: {go_on}")
-        return (PREEMPTED_EXIT_CODE if saved else result.exit_code), "interrupted"
-    if result.exit_code:
-        then = f"go on from the last checkpoint with: {go_on}" if saved else "nothing was saved"
-        say(f"ended at once; {then}")
-        return result.exit_code, "interrupted"
-    summary = read_summary(folder)
-    metrics = "  ".join(f"{name} {value:.4g}" for name, value in (summary.get("metrics") or {}).items()
-                        if isinstance(value, (int, float)))  # fmt: skip
-    progress = f"epoch {summary.get('epoch', '?')}, step {summary.get('step', '?')}"
-    say(f"{summary.get('status', 'ended')}: {progress}  {metrics}".rstrip())
-    say(f"run folder: {order.url or f'{order.head.name}:{folder}'}")
-    say(f"bring it here: lockstep pod pull {pod}")
-    return 0, str(summary.get("status", "completed"))
