@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from lockstep.config.accelerators import Accelerator, check_slice
@@ -56,18 +56,18 @@ class PodCommands:
         network = self.config.launch.network
         return self.asking("inspect", config=about, network=network, folder=folder, make=make, **claims)
 
-    def copying(self, worker: int | None = None, file: Path | None = None) -> list[Command]:
+    def copying(self) -> list[Command]:
         there = str(PurePosixPath(_without_home(self.config.pod.directory)) / self.name / "push.tar")
-        return self.transport.copy(file or archive_of(self.name), there, worker)
+        return self.transport.copy(archive_of(self.name), there)
 
     def starting(self, worker: int, job: str, path: str) -> list[list[Command]]:
         """Starts the agent of a job on a worker, in stages; `path` is the pod's folder there."""
         if self.config.pod.container is None:
-            return [self.asking("start", worker)]
+            return [self.asking("start", worker, index=worker)]
         argv = [_without_home(self.config.pod.python), "-P", "-m", "lockstep.launchers.ssh.agent", f"{path}/jobs/{job}"]
         detached = run_in_container(self.config.pod, argv, workdir=f"{path}/code", detached=True)
         begun = self.asking("begun", worker, job=job)
-        return [self.asking("prepare", worker), self.transport.run(detached, worker), begun]
+        return [self.asking("prepare", worker, index=worker), self.transport.run(detached, worker), begun]
 
     def following(self, worker: int, offset: int = 0, job: str | None = None, follow: bool = True) -> list[Command]:
         return self.asking("follow", worker, offset=offset, job=job, follow=follow)
@@ -77,9 +77,6 @@ class PodCommands:
             return self.asking("stop", worker, job=job, at_once=at_once)
         grace = 1.0 if at_once else self.config.timeouts.stop
         return self.transport.run(stop_container(self.config.pod, grace), worker)
-
-    def archive(self, worker: int) -> Path:
-        return archive_of(self.name).with_name(f"push-{worker}.tar")
 
     def creating(self) -> list[Command]:
         """Creates the hosts, and waits until they are ready."""

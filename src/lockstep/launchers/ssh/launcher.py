@@ -70,15 +70,11 @@ def plan_pod(config: RunConfig, name: str, folder: str | None = None) -> PodPlan
     """Returns the commands that start a run, in order; with the folder of a run, those that resume it."""
     pod = Pod(name, config)
     workers = range(len(pod.transport.workers))
-    commands = [
-        *pod.inspecting(folder, make=True, claim="JOB"),
-        *(command for each in workers for command in pod.copying(each, pod.archive(each))),
-    ]
+    commands = [*pod.inspecting(folder, make=True, claim="JOB"), *pod.copying()]
     for stage in zip(*(pod.starting(each, "JOB", f"{config.pod.directory}/{name}") for each in workers), strict=True):
         commands += [command for part in stage for command in part]
     commands += [command for each in workers for command in pod.following(each)]
-    archives = records.archive_of(name).parent / "push-N.tar"
-    return PodPlan(f"# {archives}: the code, and the order of the job", tuple(commands))
+    return PodPlan(f"# {records.archive_of(name)}: the code, and the order of the job", tuple(commands))
 
 
 @contextmanager

@@ -48,8 +48,8 @@ class Pod(PodCommands):
             answered(self.transport, done)
         return files
 
-    def pack(self) -> int:
-        return pack(archive_of(self.name), self.code.folder)
+    def pack(self, order: str = "") -> int:
+        return pack(archive_of(self.name), self.code.folder, order)
 
     def start(self, out: Path | Url, record: Record | None = None, check: Callable[[], None] = lambda: None) -> Record:
         """Copies code and an order to every host and starts the agents; with a record, its run is resumed.
@@ -87,16 +87,12 @@ class Pod(PodCommands):
                 "that all hosts share or in a bucket"
             )
         order = self._order(job, found, out, record)
-        archives = [self.archive(each.index) for each in found]
         try:
-            for index, file in enumerate(archives):
-                pack(file, self.code.folder, order.model_copy(update={"index": index}).model_dump_json())
-            copies = [c for each, file in zip(found, archives, strict=True) for c in self.copying(each.index, file)]
-            self._all_well(execute(copies, _COPY_SECONDS))
+            self.pack(order.model_dump_json())
+            self._all_well(execute(self.copying(), _COPY_SECONDS))
             self._start_all(found, order)
         finally:
-            for file in archives:  # the secret is in it
-                file.unlink(missing_ok=True)
+            archive_of(self.name).unlink(missing_ok=True)  # the secret is in it
         return Record(
             name=self.name,
             config=plain(self.config),
@@ -166,12 +162,11 @@ class Pod(PodCommands):
         return {name: os.environ[name] for name in self.config.pod.env}
 
     def _all_well(self, dones: Sequence[Done]) -> None:
-        wrong = [
-            f"{self.transport.workers[done.command.worker or 0]}: "
-            f"{self.transport.explain(done.command, done.code, done.errors)}"
-            for done in dones
-            if done.code != 0
-        ]
+        wrong = []
+        for done in dones:
+            if done.code:
+                name = self.name if done.command.worker is None else self.transport.workers[done.command.worker]
+                wrong.append(f"{name}: {self.transport.explain(done.command, done.code, done.errors)}")
         if wrong:
             raise NotAll("\n".join(wrong))
 
