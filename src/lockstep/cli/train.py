@@ -196,7 +196,7 @@ def _dry_run(config: RunConfig, launcher: Launcher, out: Out, folder: str | None
 
     config, plan = launcher.plan(config, out, folder)
     if not launched(os.environ) or Topology.from_env(os.environ).place.rank == 0:
-        _print(config, plan.render())
+        _print(config, plan)
 
 
 def _sweep(config: RunConfig, file: Path, out: Path | Url, dry_run: bool) -> None:

@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,22 +20,14 @@ if TYPE_CHECKING:
     from lockstep.ray.controller import Folder
 
 
-@dataclass(frozen=True)
-class RayPlan:
-    text: str
-
-    def render(self) -> str:
-        return self.text
-
-
-def plan(config: RunConfig, out: Out, folder: str | None = None) -> tuple[RunConfig, RayPlan]:
+def plan(config: RunConfig, out: Out, folder: str | None = None) -> tuple[RunConfig, str]:
     from lockstep.ray.installed import require_ray
 
     require_ray()
     from lockstep.ray.controller import described
 
     checks.check_imports(config, elsewhere=is_elsewhere(config))
-    return config, RayPlan(described(config))
+    return config, described(config)
 
 
 @contextmanager

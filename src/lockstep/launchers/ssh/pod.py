@@ -18,7 +18,7 @@ from lockstep.launchers.ssh.code import pack, unpack_run
 from lockstep.launchers.ssh.commands import READY_SECONDS, PodCommands
 from lockstep.launchers.ssh.gcloud import NEW_HOST_KEYS, Gcloud, next_step, require_gcloud
 from lockstep.launchers.ssh.record import Host, Order, Record, archive_of, plain, spread
-from lockstep.launchers.ssh.ssh import CONSOLE, Done, Transport, answered, decoded, execute
+from lockstep.launchers.ssh.ssh import Done, Transport, answered, execute
 from lockstep.mirror.url import Url
 from lockstep.shown import in_a_line
 from lockstep.terminal import tell
@@ -26,7 +26,6 @@ from lockstep.version import installed
 
 # How long a host may take for what does not wait for training.
 _ANSWER_SECONDS, _COPY_SECONDS, _START_SECONDS, _CREATE_SECONDS = 60.0, 600.0, 240.0, 1800.0
-_FOLLOW_SECONDS = 20 * 24 * 3600.0  # a wait of more than 24 days is none that the system takes
 _LOOK_AGAIN_SECONDS = 10.0  # at a pod that is not ready
 
 
@@ -96,7 +95,6 @@ class Pod(PodCommands):
         return Record(
             name=self.name,
             config=plain(self.config),
-            code=str(self.code.folder) if self.code.folder is not None else None,
             job=order.job,
             folder=order.folder,
             url=order.url,
@@ -223,16 +221,6 @@ class Pod(PodCommands):
     def look(self, record: Record) -> dict[str, Any]:
         (done,) = execute(self.asking("look", 0, run=record.folder), _ANSWER_SECONDS)
         return answered(self.transport, done)
-
-    def console(self, worker: int, job: str | None, follow: bool) -> list[str]:
-        (done,) = execute(self.following(worker, 0, job, follow), _FOLLOW_SECONDS)
-        if done.code == 255:
-            raise LaunchError(
-                f"{self.transport.workers[worker]}: {self.transport.explain(done.command, 255, done.errors)}"
-            )
-        if done.code and (answer := decoded(done.out)) is not None and "error" in answer:
-            raise LaunchError(f"{self.transport.workers[worker]}: {answer['error']}")
-        return done.out.partition(CONSOLE.decode())[2].splitlines()
 
     def stop(self, record: Record, at_once: bool = False) -> None:
         """Asks the head to save and leave; where it is out of reach, every host."""
