@@ -26,7 +26,7 @@ from lockstep.launchers.local import launcher as local
 from lockstep.launchers.ssh import record as records
 from lockstep.launchers.ssh.pod import Pod
 from lockstep.launchers.ssh.record import Record
-from lockstep.launchers.ssh.ssh import ConsoleStart, decoded
+from lockstep.launchers.ssh.ssh import Command, ConsoleStart, decoded
 from lockstep.mirror.url import Url
 from lockstep.shown import visible
 from lockstep.terminal import tell
@@ -151,9 +151,8 @@ class _Console:
     """Follows the console of one host in a thread: a lost connection is made again from where it was."""
 
     def __init__(self, pod: Pod, record: Record, worker: int, prefix: str, follow: bool = True) -> None:
-        self._transport, self._prefix = pod.transport, prefix
+        self._pod, self._job, self._worker, self._prefix, self._following = pod, record.job, worker, prefix, follow
         self._offset = 0
-        self._command: Callable[[], list[Command]] = lambda: pod.following(worker, self._offset, record.job, follow)
         self._process: subprocess.Popen[bytes] | None = None
         self._left = False
         self.code: int | None = None  # of the run, once it is known
@@ -175,19 +174,19 @@ class _Console:
         quiet_since = time.monotonic()
         while not self._left:
             before = self._offset
-            code, errors = self._stream()
+            (command,) = self._pod.following(self._worker, self._offset, self._job, self._following)
+            code, errors = self._stream(command)
             if code != 255 and not self._left:
                 self.code = code
                 return
-            self.problem = self._transport.explain(self._command()[0], code, errors)
+            self.problem = self._pod.transport.explain(command, code, errors)
             if self._offset > before:
                 quiet_since = time.monotonic()
             if time.monotonic() > quiet_since + _PATIENCE_SECONDS:
                 return
             time.sleep(_RETRY_SECONDS)
 
-    def _stream(self) -> tuple[int, str]:
-        (command,) = self._command()
+    def _stream(self, command: Command) -> tuple[int, str]:
         # Not in the terminal's process group: Ctrl-C is handled here.
         self._process = subprocess.Popen(
             command.argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0
