@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import multiprocessing
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.objects import loading
-from lockstep.errors import INTERRUPTED_EXIT_CODE, BucketBehind, ConfigError, LaunchError, WorkerFailed
+from lockstep.errors import INTERRUPTED_EXIT_CODE, BucketBehind, ConfigError, WorkerFailed
 from lockstep.launchers import script
 from lockstep.launchers.base import DETACHED, Ended, Out, launcher_of, run_name, trains_here
 from lockstep.mirror.url import Url, place
@@ -39,7 +37,7 @@ def train(
     raised as a LockstepError, what the task itself raises in this process as it is. A run that was asked to stop has
     saved itself and raises SystemExit with code 75, as a script that does not go on should end.
     """
-    _refuse_while_importing()
+    script.refuse_while_importing(_CALLER)
     loaded = _loaded(config, values)
     out_place = Out(place(out, "out:"), "out:")
     launcher = launcher_of(loaded, os.environ)
@@ -81,14 +79,6 @@ def _in_this_process(config: RunConfig, out: Out) -> dict[str, Any] | None:
     check_made(config)
     folder = out.new(config)
     return _train_here(config, folder)
-
-
-def _refuse_while_importing() -> None:
-    if getattr(multiprocessing.current_process(), "_inheriting", False) or loading:
-        raise LaunchError(
-            "lockstep.train was called while a rank was importing the file that calls it. "
-            'Put the call under `if __name__ == "__main__":`'
-        )
 
 
 def _loaded(config: str | Path | Mapping[str, Any] | RunConfig | None, values: Mapping[str, Any]) -> RunConfig:

@@ -64,7 +64,8 @@ class Mirror:
         self._lease, self._tell = lease, tell
         self._uploads = Uploads(bucket, folder, keep, lambda text: tell(f"{bucket.url}: {text}"))
         self._asked = self._tried = self._succeeded = 0  # numbers of requests
-        self._finishing = self._complete = self._closed = False
+        self._last: int | None = None  # the request to upload everything, at the end
+        self._closed = False
         self._news = threading.Condition()
         self._failure: str | None = None
         self._fatal: LeaseLost | FolderLost | None = None
@@ -105,11 +106,11 @@ class Mirror:
 
     def finish(self, limit: float) -> str | None:
         """Uploads everything, for so many seconds; returns a message if something did not arrive."""
-        if not self._finishing:
-            self._finishing = True
-            if self._thread.is_alive():
-                self._wait(limit, urgent=True)
-        return None if self._complete else self._behind(limit)
+        if self._last is None:
+            with self._news:
+                self._last = self._asked + 1
+            self._wait(limit, urgent=True)
+        return None if self._succeeded >= self._last else self._behind(limit)
 
     def require(self, limit: float) -> None:
         """Like `finish`, and raises BucketBehind."""
@@ -137,14 +138,14 @@ class Mirror:
                 self._news.wait_for(lambda: self._asked > self._tried, timeout=delay)
                 if self._closed:
                     return
-                asked, finishing = self._asked, self._finishing
-            error = self._attempt(0.0 if finishing else _FILE_SECONDS)
+                asked, last = self._asked, self._last
+            error = self._attempt(_FILE_SECONDS if last is None else 0.0)
             with self._news:
                 self._tried = asked
                 if error is None:
-                    self._succeeded, self._complete = asked, finishing
+                    self._succeeded = asked
                 self._news.notify_all()
-            if self._fatal is not None or (finishing and error is None):
+            if self._fatal is not None or (error is None and last is not None and asked >= last):
                 return
             delay = _INTERVAL if error is None else _RETRY_SECONDS
 

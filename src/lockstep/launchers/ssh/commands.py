@@ -13,8 +13,9 @@ from lockstep.config.schema import RunConfig, RunSettings
 from lockstep.errors import ConfigError
 from lockstep.launchers.ssh.code import Code
 from lockstep.launchers.ssh.folder import checked_name
+from lockstep.launchers.ssh.gcloud import Gcloud, Transport, startup_script, wait_for_startup
 from lockstep.launchers.ssh.record import Record, archive_of, plain, startup_of
-from lockstep.launchers.ssh.ssh import Command, Ssh, Transport, require_ssh
+from lockstep.launchers.ssh.ssh import Command, Ssh, require_ssh
 
 # How long the start-up script of a host may take.
 READY_SECONDS = 1200.0
@@ -82,8 +83,6 @@ class PodCommands:
         """Creates the hosts, and waits until they are ready."""
         commands = self.transport.create()
         if commands and self.on_cloud:
-            from lockstep.launchers.ssh.gcloud import startup_script, wait_for_startup
-
             archive_of(self.name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             startup_of(self.name).write_text(startup_script(self.config.pod), encoding="utf-8")
             ready = wait_for_startup(READY_SECONDS)
@@ -114,8 +113,6 @@ def _without_home(path: str) -> str:
 
 def _transport(name: str, config: RunConfig) -> Transport:
     if config.pod.type == "gcloud":
-        from lockstep.launchers.ssh.gcloud import Gcloud
-
         check_accelerator(config)
         return Gcloud(name, config.pod, startup_of(name))
     require_ssh()

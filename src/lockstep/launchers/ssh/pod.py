@@ -16,9 +16,9 @@ from lockstep.distributed.store.wire import fresh
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.launchers.ssh.code import pack, unpack_run
 from lockstep.launchers.ssh.commands import READY_SECONDS, PodCommands
-from lockstep.launchers.ssh.gcloud import NEW_HOST_KEYS, Gcloud, next_step, require_gcloud
+from lockstep.launchers.ssh.gcloud import NEW_HOST_KEYS, Gcloud, Transport, next_step, require_gcloud
 from lockstep.launchers.ssh.record import Host, Order, Record, archive_of, plain, spread
-from lockstep.launchers.ssh.ssh import Done, Transport, answered, execute
+from lockstep.launchers.ssh.ssh import Done, answered, execute
 from lockstep.mirror.url import Url
 from lockstep.shown import in_a_line
 from lockstep.terminal import tell
