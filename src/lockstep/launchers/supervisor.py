@@ -22,8 +22,8 @@ _POLL_SECONDS = 0.05
 _LOOK_SECONDS = 0.5
 # How long ranks that have not made a step get to leave by themselves, once they are asked to.
 _EARLY_SECONDS = 10.0
-# How long ranks get to write their stacks before they are ended.
-_DUMP_SECONDS = 0.5
+# How long ranks get to hear that they are to write their stacks, and to write them, before they are ended.
+_DUMP_SECONDS = 1.0
 
 
 class Supervised(Protocol):
