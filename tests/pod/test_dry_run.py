@@ -74,7 +74,7 @@ class Desk:
     def remember(self) -> None:
         loaded = load(self.folder / "demo.yaml").model_copy(update={"name": "demo"})
         made = records.Record(
-            name="demo", config=records.plain(loaded), code=str(self.folder), job="20261116-031500-abc123",
+            name="demo", config=records.plain(loaded), job="20261116-031500-abc123",
             folder="/home/me/.lockstep/demo/runs/demo-20261116-031500",
         )  # fmt: skip
         records.write(made)

@@ -18,8 +18,8 @@ from lockstep.config.pod import Pod
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.launchers.ssh import gcloud
 from lockstep.launchers.ssh.commands import run_in_container, stop_container
-from lockstep.launchers.ssh.gcloud import Gcloud
-from lockstep.launchers.ssh.ssh import Command, Transport
+from lockstep.launchers.ssh.gcloud import Gcloud, Transport
+from lockstep.launchers.ssh.ssh import Command
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"

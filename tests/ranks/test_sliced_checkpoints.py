@@ -23,8 +23,9 @@ from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.cli import main
 from lockstep.config.schema import Keep
 from lockstep.launchers import resume as start
+from lockstep.mirror import staging
 from lockstep.mirror.bucket import Bucket
-from lockstep.mirror.sync import FolderSync
+from lockstep.mirror.uploads import Uploads
 from lockstep.mirror.url import parse
 from lockstep.verify.examine import batch_statistics
 
@@ -310,12 +311,11 @@ def test_a_bucket_keeps_all_files_and_gives_them_back(saved: dict[str, Path], tm
     run = tmp_path / "run"
     shutil.copytree(saved["fsdp 3"] / "run", run)
     bucket = Bucket(parse(f"file://{tmp_path}/bucket/run", "--out"))
-    FolderSync(bucket, run, list, Keep()).push()
+    Uploads(bucket, run, Keep(), print).push()
     assert list(bucket.digests()) == [1, 2]
     kept = tmp_path / "bucket" / "run" / "checkpoints"
     flip_a_bit(kept / "step-00000002" / "state-00001-of-00003.safetensors")
-    back = FolderSync(bucket, tmp_path / "back", list)
-    assert back.pull_checkpoint() == 1
+    assert staging.pull_checkpoint(bucket, tmp_path / "back") == 1
     assert CheckpointStorage(tmp_path / "back" / "checkpoints").problem(1) is None
     (kept / "step-00000001" / "parts.json").unlink()
     assert 1 not in bucket.digests()

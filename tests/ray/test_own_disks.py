@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -40,25 +42,32 @@ def _apart() -> int:
 
 
 @pytest.fixture
-def apart(nodes: Nodes, on_ray: OnRay) -> Iterator[str]:
-    """Two nodes with disks of their own at the place of the runs' folder; the address of their cluster."""
+def apart(nodes: Nodes, on_ray: OnRay) -> Iterator[dict[str, Any]]:
+    """Two nodes with disks of their own at `own`, where caches are as well; the settings to have a worker on each."""
     if not _namespaces_can_be_made():
         pytest.skip("mounting a disk for a node needs root and unshare")
-    runs = on_ray.folder / "runs"
-    runs.mkdir()
+    own = on_ray.folder / "own"
+    own.mkdir()
     command = f"{sys.executable} -m ray.scripts.scripts"
-    scripts, started = [], []
-    for number in range(2):
-        options = f"--num-cpus=1 --dashboard-agent-listen-port={_free_port()} --resources='{{\"apart\": 1}}' --block"
-        join = f"{command} start --address={nodes.cluster.address} {options}"
-        script = f"mount -t tmpfs none {runs} && exec {join} >{on_ray.folder}/node-{number}.log 2>&1"
-        scripts.append(script)
+    started = []
     try:
-        for number, script in enumerate(scripts, start=1):
-            started.append(subprocess.Popen(["unshare", "-m", "sh", "-c", script]))
+        for number in (1, 2):
+            options = (
+                f"--num-cpus=1 --dashboard-agent-listen-port={_free_port()} --resources='{{\"apart\": 1}}' --block"
+            )
+            join = f"{command} start --address={nodes.cluster.address} {options}"
+            script = f"mount -t tmpfs none {own} && exec {join} >{on_ray.folder}/node-{number}.log 2>&1"
+            environment = {**os.environ, **cache(on_ray)}
+            started.append(subprocess.Popen(["unshare", "-m", "sh", "-c", script], env=environment))
             # One after the other: two that start at the same moment may choose the same socket.
             wait_until(lambda number=number: _apart() == number, 120, f"node {number}")  # type: ignore[misc]
-        yield str(nodes.cluster.address)
+        yield {
+            "address": str(nodes.cluster.address),
+            "insecure": True,
+            "placement": "STRICT_SPREAD",
+            "resources": {"CPU": 0, "apart": 1},
+            "placement_timeout": "90 s",
+        }
     finally:
         for process in started:
             everything = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
@@ -69,51 +78,47 @@ def apart(nodes: Nodes, on_ray: OnRay) -> Iterator[str]:
             psutil.wait_procs(everything, timeout=30)
 
 
+def cache(on_ray: OnRay) -> dict[str, str]:
+    return {"XDG_CACHE_HOME": str(on_ray.folder / "own" / "cache")}
+
+
 @pytest.mark.long
-def test_the_folder_of_a_run_is_fetched_back_from_nodes_with_disks_of_their_own(
-    apart: str, on_ray: OnRay, undisturbed: Path
-) -> None:
+def test_nodes_with_disks_of_their_own_need_a_bucket(apart: dict[str, Any], on_ray: OnRay, undisturbed: Path) -> None:
+    runs = on_ray.folder / "own" / "runs"
+    refused = on_ray.project.run("train", on_ray.config(ray=apart, launch={"max_restarts": 3}), "--out", runs)
+    assert refused.code == 2, refused.text
+    assert "rank 0 on " in refused.err and "rank 1 on " in refused.err, "which nodes"
+    assert f"the run's folder {runs}/recorded-" in refused.err and "is not seen there within" in refused.err
+    assert "a folder that all nodes share, or a bucket" in refused.err and "launch.ray.storage" in refused.err
+    assert "restarting" not in refused.err and not (on_ray.orders / "seen").exists(), "nothing was trained"
+
     task = {"type": "recorder.py:Recorder", "orders": str(on_ray.orders), "sleep": 0.1}
-    resources = {"CPU": 0, "apart": 1}
-    settings = {
-        "address": apart,
-        "insecure": True,
-        "placement": "STRICT_SPREAD",
-        "resources": resources,
-        "placement_timeout": "90 s",
-    }
-    started = on_ray.start(on_ray.config(task=task, ray=settings, launch={"max_restarts": 1}))
-    run = on_ray.run_folder()  # its topology.json has come back
-    wait_until(lambda: steps_saved(run), 90, "the first checkpoint to come back")
+    bucket = on_ray.folder / "bucket"
+    config = on_ray.config(task=task, ray={**apart, "storage": f"file://{bucket}"}, launch={"max_restarts": 1})
+    started = on_ray.project.start("train", config, env=cache(on_ray))
+    wait_until(lambda: list(bucket.glob("*/checkpoints/step-*/manifest.json")), 120, "the first checkpoint")
+    (run,) = bucket.iterdir()
     on_ray.order("kill", 1)
-    finished = started.wait(LIMIT)
-    assert finished.code == 0, finished.text
-    assert "restored step-" in finished.out, "brought to nodes whose disks may be empty"
+    wait_until(lambda: _attempts(run) == 2, 120, "the second attempt")
+    wait_until(lambda: len(_complete(run)) > 1, 120, "another checkpoint")
+    started.process.send_signal(signal.SIGTERM)
+    stopped = started.wait(LIMIT)
+    assert stopped.code == 75, stopped.text
+    assert "restarting from the newest checkpoint" in stopped.err and "restored step-" in stopped.out
+    assert f"saved and stopped; go on with: lockstep resume file://{run}" in stopped.err
+    assert summary(run)["status"] == "preempted"
+
+    resumed = on_ray.project.run("resume", f"file://{run}", env=cache(on_ray), limit=LIMIT)
+    assert resumed.code == 0, resumed.text
+    assert "restored step-" in resumed.out and f"run folder: file://{run}" in resumed.err
     assert_same_weights(run, undisturbed)
-    assert losses(run) == losses(undisturbed) and steps_saved(run) == steps_saved(undisturbed)
-    assert summary(run)["status"] == "completed"
-    for rank in (0, 1):
-        assert "pid" in (run / "logs" / f"rank-{rank}.log").read_text()
-    assert not list((run / "checkpoints").glob(".partial-*"))
-    looked_at = read_run(run)
-    assert [each.kind for each in looked_at.timeline].count("roll call") == 2 and looked_at.failures[0].restarted
-    assert looked_at.live is not None and looked_at.lags and (run / "report.html").is_file()
+    assert losses(run) == losses(undisturbed) and summary(run)["status"] == "completed"
+    assert (run / "report.html").is_file()
 
 
-@pytest.mark.long
-def test_what_the_mailbox_keeps_is_inside_of_the_runs_folder(tmp_path: Path) -> None:
-    from lockstep.ray.mailbox import FolderStore
+def _complete(run: Path) -> list[int]:
+    return [step for step in steps_saved(run) if (run / "checkpoints" / f"step-{step:08}" / "manifest.json").exists()]
 
-    (tmp_path / "secret").write_text("hidden")
-    (tmp_path / "run").mkdir()
-    folder_store = FolderStore(str(tmp_path / "run"))
-    for path in ("../secret", "/etc/hostname", "logs/../../secret", "."):
-        with pytest.raises(ValueError, match="is not below the run's folder"):
-            folder_store.read(path, 0, 10)
-    folder_store.write("checkpoints/.partial-x/file", 0, b"one ")
-    folder_store.write("checkpoints/.partial-x/file", 4, b"two")
-    folder_store.rename("checkpoints/.partial-x", "checkpoints/step-00000001")
-    assert folder_store.files("checkpoints") == [("checkpoints/step-00000001/file", 7)]
-    assert folder_store.read("checkpoints/step-00000001/file", 2, 4) == b"e tw"
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000001")
-    assert folder_store.files("checkpoints") == [] and folder_store.checkpoint() is None
+
+def _attempts(run: Path) -> int:
+    return [each.kind for each in read_run(run).timeline].count("roll call")

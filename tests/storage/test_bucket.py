@@ -24,7 +24,7 @@ from lockstep.mirror import lease, staging
 from lockstep.mirror.bucket import Bucket
 from lockstep.mirror.mark import mirrored
 from lockstep.mirror.mirror import Mirror
-from lockstep.mirror.sync import FolderSync
+from lockstep.mirror.uploads import Uploads
 from lockstep.mirror.url import Url, parse, place
 from lockstep.record.folder_lock import Holder
 from s3_server import Link, S3Server
@@ -336,9 +336,12 @@ def test_rows_arrive_before_the_checkpoint_that_stands_on_them(tmp_path: Path) -
 
         def retain(self, keep: Keep) -> None: ...
 
+        def digests(self) -> dict[int, str]:
+            return {}
+
     rows = tmp_path / "metrics.jsonl"
     rows.write_text("1")
-    sync = FolderSync(Recording(), tmp_path, lambda: [rows], Keep())  # type: ignore[arg-type]
+    sync = Uploads(Recording(), tmp_path, Keep(), print)  # type: ignore[arg-type]
     sync.push()
     rows.write_text("1234")
     save(tmp_path, 4)

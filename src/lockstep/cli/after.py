@@ -133,7 +133,7 @@ def export(
     from lockstep.config.load import load
     from lockstep.distributed.topology import launched
     from lockstep.launchers import after
-    from lockstep.launchers.resume import Wanted
+    from lockstep.launchers.resume import Wanted, chosen_step
 
     if launched(os.environ):
         raise ConfigError("lockstep export is done by one process: run it by itself, not under a launcher")
@@ -147,7 +147,7 @@ def export(
     from lockstep.checkpoint.sources import mode_of
 
     mode = mode_of(folder) if config is None else config.checkpoint.keep.mode
-    chosen = after.chosen_step(folder, Wanted(step, best), mode)
+    chosen = chosen_step(folder, Wanted(step, best), mode, verify=False)
     from lockstep.tasks.export import export as write
 
     write(config, folder, chosen, to, out, averages=weights == "ema")
@@ -170,20 +170,19 @@ def _carry_out(
     say_whose_code(folder)
     config = after.config_of(folder, Wanted(step, best), order, overrides, processes)
     with _output_on_stderr():
-        done = after.carry_out(config, work, say)
-    if done.failure is not None:
-        say(done.failure.render(done.processes))
-        if done.folder is not None and (done.folder / "logs").is_dir():
-            say(f"logs: {done.folder / 'logs'}")
-        sys.exit(done.exit_code)
-    if done.exit_code in (PREEMPTED_EXIT_CODE, INTERRUPTED_EXIT_CODE):
+        ended, found = after.carry_out(config, work, say)
+    if ended.result is not None and ended.result.failure is not None:
+        assert ended.config is not None and ended.folder is not None
+        say(ended.result.failure.render(int(ended.config.processes)))
+        if (ended.folder / "logs").is_dir():
+            say(f"logs: {ended.folder / 'logs'}")
+    elif ended.exit_code in (PREEMPTED_EXIT_CODE, INTERRUPTED_EXIT_CODE):
         say(f"the {what} was asked to stop before it was done{again}")
-    if done.exit_code:
-        sys.exit(done.exit_code)
-    if done.message is not None:
-        say(done.message)
-        return None
-    return done.found
+    if ended.exit_code:
+        sys.exit(ended.exit_code)
+    if ended.message:
+        say(ended.message)
+    return found
 
 
 @contextlib.contextmanager

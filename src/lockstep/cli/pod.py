@@ -46,11 +46,9 @@ def _known(name: str, config: Path | None, overrides: Sequence[str] = ()) -> tup
         return Pod(name, record.run_config()), record
     loaded = load(config, overrides)
     loaded = loaded.model_copy(update={"name": loaded.name or run_name(config.stem)})
-    made = Pod(name, loaded)
+    fresh = records.Record(name=name, config=records.plain(loaded))
     before = records.find(name)
-    code = str(made.code.folder) if made.code.folder is not None else None
-    fresh = records.Record(name=name, config=records.plain(loaded), code=code)
-    return made, before.model_copy(update={"config": fresh.config, "code": code}) if before else fresh
+    return Pod(name, loaded), before.model_copy(update={"config": fresh.config}) if before else fresh
 
 
 def _print(commands: Sequence[Command]) -> None:
@@ -118,7 +116,7 @@ def run(
 
     made, _ = _known(name, config, overrides)
     if dry_run:
-        click.echo(visible(launcher.plan_pod(made.config, name).render()))
+        click.echo(visible(launcher.plan_pod(made.config, name)))
         return
     started = made.start(out)
     records.write(started)
@@ -145,8 +143,7 @@ def logs(name: str, follow: bool, worker: int | None, dry_run: bool) -> None:
     if follow and worker is None:
         sys.exit(launcher.follow(made, record, stops=False))
     for at in workers:
-        for line in made.console(at, record.job, follow):
-            click.echo(visible(f"[{made.transport.workers[at]}] {line}"))
+        launcher.show_console(made, record, at, follow)
 
 
 @pod.command(name="exec", epilog=examples("lockstep pod exec team --worker 0 -- df -h"))
@@ -229,7 +226,7 @@ def resume(name: str, overrides: tuple[str, ...], dry_run: bool) -> None:
     known = records.read(name)
     config = with_overrides(known.run_config(), overrides)
     if dry_run:
-        click.echo(visible(launcher.plan_pod(config, name, known.folder).render()))
+        click.echo(visible(launcher.plan_pod(config, name, known.folder)))
         return
     sys.exit(launcher.resume_pod(name, config))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +25,7 @@ from lockstep.cli.common import (
     saying_what_is_logged,
     with_profile,
 )
-from lockstep.cli.ending import conclude, saved_before
-from lockstep.errors import ConfigError
+from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, ConfigError
 from lockstep.launchers import resume as resuming
 from lockstep.launchers.base import Ended, Launcher, Out, launcher_of, run_name, trains_here
 from lockstep.launchers.resume import Wanted
@@ -137,7 +137,7 @@ def resume(
         if not here:
             resuming.refuse_less(run.folder(), wanted, differing, mode)
         run = replace(run, prepare=prepare)
-        around = saved_before(run.start_files) if here else saying_what_is_logged()
+        around = _saved_before(run.start_files) if here else saying_what_is_logged()
         with around, launcher.resume(loaded, run, say) as ended:
             _end(ended)
 
@@ -145,13 +145,28 @@ def resume(
 def _end(ended: Ended) -> None:
     """Says how a launch ended, and leaves with its exit code."""
     if ended.result is not None:
+        from lockstep.launchers.ending import conclude
+
         assert ended.folder is not None and ended.config is not None
-        conclude(ended.folder, ended.result, ended.config, ended.mirror)
+        if sys.stdout.isatty():
+            click.echo("\x1b[?25h", nl=False)  # a rank that was killed left the cursor hidden
+        sys.exit(conclude(ended.folder, ended.result, ended.config, say, ended.mirror, ended.url))
     if ended.message:
         say(ended.message)
     if ended.job is not None:
         click.echo(ended.job)  # for a script that goes on with it
     sys.exit(ended.exit_code)
+
+
+@contextmanager
+def _saved_before(folder: Path) -> Iterator[None]:
+    """Exits as preempted, not interrupted, where a checkpoint exists: a stop before the first step loses nothing."""
+    try:
+        yield
+    except SystemExit as leaving:
+        if leaving.code == INTERRUPTED_EXIT_CODE and any((folder / "checkpoints").glob("step-*")):
+            raise SystemExit(PREEMPTED_EXIT_CODE) from None
+        raise
 
 
 def _start_script_again(run_dir: Path, wanted: Wanted, options: dict[str, Any], dry_run: bool) -> bool:
@@ -181,7 +196,7 @@ def _dry_run(config: RunConfig, launcher: Launcher, out: Out, folder: str | None
 
     config, plan = launcher.plan(config, out, folder)
     if not launched(os.environ) or Topology.from_env(os.environ).place.rank == 0:
-        _print(config, plan.render())
+        _print(config, plan)
 
 
 def _sweep(config: RunConfig, file: Path, out: Path | Url, dry_run: bool) -> None:

@@ -37,12 +37,6 @@ _MODULES = {
 DETACHED = ("ssh", "slurm")
 
 
-class Plan(Protocol):
-    """What would be started, as data."""
-
-    def render(self) -> str: ...
-
-
 @dataclass(frozen=True)
 class Ended:
     """How a launch ended: with a `result` for ranks that this process waited for, with a `message` for others."""
@@ -52,6 +46,7 @@ class Ended:
     folder: Path | None = None
     result: Result | None = None
     mirror: Mirror | None = None
+    url: Url | None = None  # of the run's folder, where `folder` has only an outline of it
     outcome: dict[str, Any] | None = None  # what rank 0 wrote down, where this process is a rank
     message: str = ""
     job: str | None = None  # the number of a queued job
@@ -60,7 +55,7 @@ class Ended:
 class Launcher(Protocol):
     """One way to start ranks. `train` and `resume` hold the run's folder until their context is left."""
 
-    def plan(self, config: RunConfig, out: Out, folder: str | None = None) -> tuple[RunConfig, Plan]:
+    def plan(self, config: RunConfig, out: Out, folder: str | None = None) -> tuple[RunConfig, str]:
         """Returns the config as it would be run, checked, and what would be started; `folder`: of a run to resume."""
         ...
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,59 +15,95 @@ from lockstep.mirror.url import Url, place
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
+    from lockstep.distributed.failure import Result
     from lockstep.launchers.resume import Resumed
+    from lockstep.ray.controller import Folder
 
 
-@dataclass(frozen=True)
-class RayPlan:
-    text: str
-
-    def render(self) -> str:
-        return self.text
-
-
-def plan(config: RunConfig, out: Out, folder: str | None = None) -> tuple[RunConfig, RayPlan]:
+def plan(config: RunConfig, out: Out, folder: str | None = None) -> tuple[RunConfig, str]:
     from lockstep.ray.installed import require_ray
 
     require_ray()
     from lockstep.ray.controller import described
 
     checks.check_imports(config, elsewhere=is_elsewhere(config))
-    return config, RayPlan(described(config))
+    return config, described(config)
 
 
 @contextmanager
 def train(config: RunConfig, out: Out, say: Say) -> Iterator[Ended]:
-    from lockstep.mirror.mark import mirrored
+    from lockstep.record import folder_lock
 
     out = _shared_by_nodes(config, out)
     _check(config)
-    from lockstep.ray.controller import launch
+    from lockstep.ray.controller import Folder, launch
 
-    with ExitStack() as mirroring:
-        mirrors = []
+    with ExitStack() as holding:
 
-        def make_folder(resolved: RunConfig) -> Path:
+        def make_folder(resolved: RunConfig) -> Folder:
             folder = out.new(resolved)
-            mirrors.append(mirroring.enter_context(mirrored(folder, resolved, say)))
-            return folder
+            if isinstance(out.place, Url):
+                handed_over = _hand_over(folder, resolved, holding, say)
+                shutil.rmtree(folder, ignore_errors=True)
+                return handed_over
+            holding.enter_context(folder_lock.locked(folder))
+            return Folder(folder)
 
-        config, folder, result = launch(config, make_folder)
-        yield Ended(result.exit_code, config, folder, result, mirrors[0])
+        yield _ended(*launch(config, make_folder))
 
 
 @contextmanager
 def resume(config: RunConfig, run: Resumed, say: Say) -> Iterator[Ended]:
-    from lockstep.mirror.mark import mirrored
+    from lockstep.mirror.mark import mark_of
     from lockstep.record import folder_lock
 
     folder = run.folder()
-    with folder_lock.locked(folder), mirrored(folder, config, say) as mirror:
+    in_bucket = mark_of(folder) is not None
+    with ExitStack() as holding:
+        if not in_bucket:
+            holding.enter_context(folder_lock.locked(folder))
         _check(config)
-        from lockstep.ray.controller import launch
+        from lockstep.ray.controller import Folder, launch
 
-        config, folder, result = launch(config, lambda resolved: run.prepare(folder, resolved), held=True)
-        yield Ended(result.exit_code, config, folder, result, mirror)
+        def make_folder(resolved: RunConfig) -> Folder:
+            if in_bucket:
+                return _hand_over(folder, resolved, holding, say, run.prepare)
+            run.prepare(folder, resolved)
+            return Folder(folder)
+
+        yield _ended(*launch(config, make_folder))
+
+
+def _hand_over(
+    folder: Path,
+    config: RunConfig,
+    holding: ExitStack,
+    say: Say,
+    prepare: Callable[[Path, RunConfig], Path] = lambda folder, config: folder,
+) -> Folder:
+    """Brings a bucket up to date and lets go of it: rank 0, on whichever node it is, holds the run from here on.
+
+    Returns a folder for what the driver itself writes down.
+    """
+    from lockstep.mirror.mark import mirrored
+    from lockstep.ray.controller import Folder
+    from lockstep.record import folder_lock
+
+    with folder_lock.locked(folder), mirrored(folder, config, say) as mirror:
+        assert mirror is not None
+        prepare(folder, config)
+        mirror.follow_branch()
+    notes = holding.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-ray-", ignore_cleanup_errors=True))
+    return Folder(Path(notes), mirror.url)
+
+
+def _ended(config: RunConfig, folder: Folder, result: Result) -> Ended:
+    if folder.url is not None:
+        from lockstep.mirror import staging
+
+        with suppress(Exception):  # how the run ended is known without it
+            staging.outline(folder.url, folder.path)
+    return Ended(result.exit_code, config, folder.path, result, url=folder.url)
 
 
 def describe(config: RunConfig) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import pickle
 import sys
@@ -56,11 +55,8 @@ def launch(
     topology = Topology.from_env(os.environ) if launched(os.environ) else None
     if topology is not None and batch_task(os.environ) is not None and not has_rank(os.environ):
         topology.tell(os.environ)
-    if topology is None and getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise LaunchError(
-            "lockstep.launch was called while a rank was importing the script. "
-            'Put the call under `if __name__ == "__main__":`'
-        )
+    if topology is None:
+        script.refuse_while_importing("lockstep.launch")
     name, call = str(getattr(main, "__name__", "run")), next(_calls)
     resumed = script.folder_to_resume(call)
     place = _Folder(script.running(name, call, checked, topology), checked.name or name, out, resumed or folder)

@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,21 +21,13 @@ if TYPE_CHECKING:
     from lockstep.launchers.resume import Resumed
 
 
-@dataclass(frozen=True)
-class RankPlan:
-    ranks: int
-
-    def render(self) -> str:
-        return f"under the launcher that started this process: {self.ranks} ranks"
-
-
-def plan(config: RunConfig, out: Out, folder: str | None = None) -> tuple[RunConfig, RankPlan]:
+def plan(config: RunConfig, out: Out, folder: str | None = None) -> tuple[RunConfig, str]:
     check_processes(config, os.environ)
     topology = Topology.from_env(os.environ)
     config = config.model_copy(update={"processes": topology.local_world_size})
     if topology.place.rank == 0:
         checks.check_imports(config)
-    return config, RankPlan(topology.world_size)
+    return config, f"under the launcher that started this process: {topology.world_size} ranks"
 
 
 @contextmanager

@@ -87,30 +87,34 @@ def find(run_dir: Path | Url, wanted: Wanted, topology: Topology | None, dry_run
         yield Resumed(Path(files), lambda: staging.opened(url, "RUN_DIR", wanted.step, wanted.best))
 
 
-def chosen_step(folder: Path, wanted: Wanted, mode: str) -> int:
-    """Returns the step of the checkpoint at --step or --best, after reading it to its end; `mode` is min or max."""
+def chosen_step(folder: Path, wanted: Wanted, mode: str, verify: bool = True) -> int:
+    """Returns the step of the wanted checkpoint, after reading it to its end; `mode` is min or max.
+
+    Without `verify` the manifest is enough: whoever reads the checkpoint compares the digests.
+    """
     from lockstep.checkpoint.storage import CheckpointStorage
 
     storage = CheckpointStorage(folder / "checkpoints")
-    if wanted.step is None:
-        best = storage.best_good(mode)
-        if best is None:
-            there = ", ".join(map(str, storage.steps())) or "none"
-            raise ConfigError(
-                f"--best: no whole checkpoint in {storage.folder} has a value to be the best by (steps with one: "
-                f"{there}). checkpoint.keep.metric names it, and validation measures it; name a step with --step"
-            )
-        return best
     try:
-        storage.require(wanted.step)
+        steps = storage.to_try(wanted.step, wanted.best, mode)
     except CheckpointError as error:
-        raise ConfigError(f"--step {wanted.step}: {error}") from None
-    problem = storage.problem(wanted.step)
-    if problem is not None:
+        raise ConfigError(f"--step {wanted.step}: {error}" if wanted.step is not None else str(error)) from None
+    if verify and wanted.best:
+        best = storage.best_good(mode)
+        steps = [] if best is None else [best]
+    if not steps and not wanted.best:
+        raise ConfigError(f"{folder}: there is no checkpoint in it")
+    if not steps:
+        there = ", ".join(map(str, storage.steps())) or "none"
+        raise ConfigError(
+            f"--best: no whole checkpoint in {storage.folder} has a value to be the best by (steps with one: {there}). "
+            "checkpoint.keep.metric names it, and validation measures it; name a step with --step"
+        )
+    if verify and wanted.step is not None and (problem := storage.problem(wanted.step)) is not None:
         raise ConfigError(
             f"--step {wanted.step}: {storage.path(wanted.step)} is damaged: {problem}. Name another step, or none"
         )
-    return wanted.step
+    return steps[0]
 
 
 def refuse_less(folder: Path, wanted: Wanted, changes: Iterable[Change], mode: str) -> None:

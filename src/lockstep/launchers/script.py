@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import multiprocessing
 import os
 import shlex
 import sys
@@ -16,6 +17,7 @@ from pydantic import Field
 
 from lockstep import run_files
 from lockstep.config.load import parse_yaml, to_yaml, validate
+from lockstep.config.objects import loading
 from lockstep.config.plain import LONGEST_CONFIG
 from lockstep.config.schema import RunSettings, Section
 from lockstep.distributed.signals import interactive
@@ -58,6 +60,14 @@ class Script(Section):
         if self.can_start:
             return f"lockstep resume {shlex.quote(str(folder))}"
         return f"lockstep.launch({self.function}, folder={str(folder)!r}, ...) in this session"
+
+
+def refuse_while_importing(call: str) -> None:
+    if getattr(multiprocessing.current_process(), "_inheriting", False) or loading:
+        raise LaunchError(
+            f"{call} was called while a rank was importing the file that calls it. "
+            'Put the call under `if __name__ == "__main__":`'
+        )
 
 
 def require_guard(call: str) -> None:

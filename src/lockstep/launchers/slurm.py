@@ -33,10 +33,10 @@ SCRIPT, LOGS = "job.sh", "slurm"  # in the run's folder
 _ANSWER_SECONDS = 120.0  # a controller that is busy takes its time
 
 
-def plan(config: RunConfig, out: Out, folder: str | None = None) -> tuple[RunConfig, Job]:
+def plan(config: RunConfig, out: Out, folder: str | None = None) -> tuple[RunConfig, str]:
     config = resolved(config)
     checks.check_imports(config)
-    return config, of_run(config, (out.on_disk() / (folder or "RUN_DIR")).absolute())
+    return config, of_run(config, (out.on_disk() / (folder or "RUN_DIR")).absolute()).render()
 
 
 @contextmanager

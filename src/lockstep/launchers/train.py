@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import multiprocessing
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.objects import loading
-from lockstep.errors import INTERRUPTED_EXIT_CODE, BucketBehind, ConfigError, LaunchError, WorkerFailed
+from lockstep.errors import INTERRUPTED_EXIT_CODE, BucketBehind, ConfigError, WorkerFailed
 from lockstep.launchers import script
 from lockstep.launchers.base import DETACHED, Ended, Out, launcher_of, run_name, trains_here
-from lockstep.mirror.url import place
+from lockstep.mirror.url import Url, place
 from lockstep.terminal import tell
 
 if TYPE_CHECKING:
@@ -39,7 +37,7 @@ def train(
     raised as a LockstepError, what the task itself raises in this process as it is. A run that was asked to stop has
     saved itself and raises SystemExit with code 75, as a script that does not go on should end.
     """
-    _refuse_while_importing()
+    script.refuse_while_importing(_CALLER)
     loaded = _loaded(config, values)
     out_place = Out(place(out, "out:"), "out:")
     launcher = launcher_of(loaded, os.environ)
@@ -55,7 +53,7 @@ def train(
         if ended.result is None:
             return _as_rank(ended)
         assert ended.folder is not None and ended.config is not None
-        return _outcome(ended.folder, ended.result, int(ended.config.processes))
+        return _outcome(ended.folder, ended.result, int(ended.config.processes), ended.url)
 
 
 def _in_this_process(config: RunConfig, out: Out) -> dict[str, Any] | None:
@@ -81,14 +79,6 @@ def _in_this_process(config: RunConfig, out: Out) -> dict[str, Any] | None:
     check_made(config)
     folder = out.new(config)
     return _train_here(config, folder)
-
-
-def _refuse_while_importing() -> None:
-    if getattr(multiprocessing.current_process(), "_inheriting", False) or loading:
-        raise LaunchError(
-            "lockstep.train was called while a rank was importing the file that calls it. "
-            'Put the call under `if __name__ == "__main__":`'
-        )
 
 
 def _loaded(config: str | Path | Mapping[str, Any] | RunConfig | None, values: Mapping[str, Any]) -> RunConfig:
@@ -182,16 +172,17 @@ def _as_rank(ended: Ended) -> dict[str, Any]:
     return ended.outcome
 
 
-def _outcome(folder: Path, result: Result, processes: int) -> dict[str, Any]:
+def _outcome(folder: Path, result: Result, processes: int, url: Url | None) -> dict[str, Any]:
     from lockstep.distributed.failure import how_to_plan
     from lockstep.engine.stop_requests import Preempted
     from lockstep.record import run_folder
     from lockstep.runs.report import leave_report
 
     failure = result.failure
-    if failure is not None:
-        run_folder.record(folder, "failed", failure.cause)
-    leave_report(folder, _say)
+    if url is None:
+        if failure is not None:
+            run_folder.record(folder, "failed", failure.cause)
+        leave_report(folder, _say)
     if failure is not None:
         text = failure.render(processes)
         if failure.memory:
@@ -201,7 +192,7 @@ def _outcome(folder: Path, result: Result, processes: int) -> dict[str, Any]:
         raise KeyboardInterrupt
     if result.exit_code:
         raise Preempted("asked to stop")
-    return {**run_folder.read_summary(folder), "folder": folder}
+    return {**run_folder.read_summary(folder), "folder": folder if url is None else str(url)}
 
 
 def _say(text: str) -> None:

@@ -23,11 +23,11 @@ from lockstep.checkpoint.retention import Saved, best_first, to_delete
 from lockstep.config.schema import Keep
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.mirror.lease import BucketLease
-from lockstep.mirror.sync import CHECKPOINTS, step_of
 from lockstep.mirror.url import SCHEMES, Url
 
 logger = logging.getLogger(__name__)
 
+CHECKPOINTS = "checkpoints"
 # Of one request, which the caller repeats if the service does not answer.
 _CONNECT_SECONDS, _ANSWER_SECONDS = 10, 60
 _LONG = 8 * 1024 * 1024  # bytes of a file, so that it is sent in parts
@@ -47,7 +47,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Bucket:
-    """A Remote: what is below a URL. Errors are those of the service; `said` turns one into a sentence.
+    """What is below a URL. Paths are relative to it, with slashes.
+
+    Errors are those of the service; `said` turns one into a sentence.
 
     With a lease, every change is made only while the lease is held.
     """
@@ -124,6 +126,10 @@ class Bucket:
     # Checkpoints
 
     def to_try(self, step: int | None = None, best: bool = False, mode: str = "min") -> list[str]:
+        """Returns the paths of checkpoints that look whole, in the order to try: of a step, the best, else the newest.
+
+        Raises CheckpointError if the step has none, or if there are some and none looks whole.
+        """
         looked = self._look()
         whole = [each for each in looked.values() if isinstance(each, Saved)]
         newest = max((each.step for each in whole), default=-1)
@@ -157,6 +163,7 @@ class Bucket:
         return max((_lease(entry)[0] for entry in self._manifests.values()), default=0)
 
     def publish(self, folder: Path, path: str) -> None:
+        """Sends a checkpoint, so that it counts only once all of it is there."""
         entry = manifest.read(folder)
         self._forget(step_of(path))
         self.delete(f"{path}/{MANIFEST_FILE}")  # of the same step, saved before
@@ -173,6 +180,7 @@ class Bucket:
         self._sent = {file: digest for file, digest in self._sent.items() if not file.startswith(f"{path}/")}
 
     def retain(self, keep: Keep) -> None:
+        """Deletes the checkpoints there that need not be kept, by what is there: never the newest whole one."""
         for step in to_delete([each for each in self._look().values() if isinstance(each, Saved)],
                               keep.last, keep.best, keep.mode):  # fmt: skip
             self.remove(_path(step))
@@ -187,6 +195,10 @@ class Bucket:
                 self._fs.rmdir(self._at(path))
 
     def set_aside_after(self, step: int | None, branch: str) -> None:
+        """Renames checkpoints newer than a step (all, without one), so that nothing counts or deletes them.
+
+        Those published since the run resumed from that step, which have this `branch`, stay.
+        """
         base = -1 if step is None else step
         self._branch = {"base": base, "branch": branch}
         for newer, found in self._look().items():
@@ -329,6 +341,10 @@ def _quietly(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 
 def _path(step: int) -> str:
     return f"{CHECKPOINTS}/{step_name(step)}"
+
+
+def step_of(path: str) -> int:
+    return int(path.rpartition(STEP_PREFIX)[2])
 
 
 def _check_sizes(there: Mapping[str, int], path: str, entry: Mapping[str, Any]) -> None:

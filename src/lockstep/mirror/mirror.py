@@ -19,7 +19,7 @@ from lockstep.errors import PREEMPTED_EXIT_CODE, BucketBehind, ConfigError, Fold
 from lockstep.mirror.bucket import Bucket, cannot_be_used, said
 from lockstep.mirror.lease import BucketLease, LeaseLost, last_token
 from lockstep.mirror.mark import MARK_FILE, Mark
-from lockstep.mirror.sync import CHECKPOINTS, FolderSync, NotSent
+from lockstep.mirror.uploads import NotSent, Uploads
 from lockstep.record.folder_lock import Holder
 
 logger = logging.getLogger(__name__)
@@ -62,10 +62,10 @@ class Mirror:
     def __init__(self, folder: Path, bucket: Bucket, lease: BucketLease, keep: Keep, tell: Tell) -> None:
         self.folder, self.url = folder, bucket.url
         self._lease, self._tell = lease, tell
-        self._sync = FolderSync(bucket, folder, self._files, keep, lambda text: tell(f"{bucket.url}: {text}"))
-        self._sync.there = bucket.digests()
+        self._uploads = Uploads(bucket, folder, keep, lambda text: tell(f"{bucket.url}: {text}"))
         self._asked = self._tried = self._succeeded = 0  # numbers of requests
-        self._finishing = self._complete = self._closed = False
+        self._last: int | None = None  # the request to upload everything, at the end
+        self._closed = False
         self._news = threading.Condition()
         self._failure: str | None = None
         self._fatal: LeaseLost | FolderLost | None = None
@@ -96,17 +96,21 @@ class Mirror:
                 f"here is in {folder}; without its {MARK_FILE} it is a folder like any other, to resume by itself"
             ) from None
 
+    def follow_branch(self) -> None:
+        """See Uploads.follow_branch."""
+        self._uploads.follow_branch()
+
     def settle(self, limit: float | None = None) -> None:
         """Waits until what was saved before this call is in the bucket; without a limit, for one attempt."""
         self._wait(_ATTEMPT_SECONDS if limit is None else limit, urgent=limit is not None)
 
     def finish(self, limit: float) -> str | None:
         """Uploads everything, for so many seconds; returns a message if something did not arrive."""
-        if not self._finishing:
-            self._finishing = True
-            if self._thread.is_alive():
-                self._wait(limit, urgent=True)
-        return None if self._complete else self._behind(limit)
+        if self._last is None:
+            with self._news:
+                self._last = self._asked + 1
+            self._wait(limit, urgent=True)
+        return None if self._succeeded >= self._last else self._behind(limit)
 
     def require(self, limit: float) -> None:
         """Like `finish`, and raises BucketBehind."""
@@ -124,7 +128,7 @@ class Mirror:
     # The thread
 
     def _work(self) -> None:
-        with contextlib.closing(self._sync):
+        with contextlib.closing(self._uploads):
             self._push_regularly()
 
     def _push_regularly(self) -> None:
@@ -134,14 +138,14 @@ class Mirror:
                 self._news.wait_for(lambda: self._asked > self._tried, timeout=delay)
                 if self._closed:
                     return
-                asked, finishing = self._asked, self._finishing
-            error = self._attempt(0.0 if finishing else _FILE_SECONDS)
+                asked, last = self._asked, self._last
+            error = self._attempt(_FILE_SECONDS if last is None else 0.0)
             with self._news:
                 self._tried = asked
                 if error is None:
-                    self._succeeded, self._complete = asked, finishing
+                    self._succeeded = asked
                 self._news.notify_all()
-            if self._fatal is not None or (finishing and error is None):
+            if self._fatal is not None or (error is None and last is not None and asked >= last):
                 return
             delay = _INTERVAL if error is None else _RETRY_SECONDS
 
@@ -149,7 +153,7 @@ class Mirror:
         try:
             if self._lease.lost is not None:
                 raise self._lease.lost
-            self._sync.push(at_most_every)
+            self._uploads.push(at_most_every)
         except (LeaseLost, FolderLost) as error:
             self._fatal = error
             self._tell(str(error))
@@ -195,24 +199,14 @@ class Mirror:
                 f"{self._fatal}; what this run made since is in {self.folder} alone. Go on with what is there: "
                 f"lockstep resume {self.url}. To resume this copy instead, delete {MARK_FILE} in it and resume it"
             )
-        missing = [self._sync.storage.path(step).name for step in self._sync.storage.steps()
-                   if step not in self._sync.there]  # fmt: skip
+        missing = [self._uploads.storage.path(step).name for step in self._uploads.storage.steps()
+                   if step not in self._uploads.there]  # fmt: skip
         what = ", ".join(missing) or "the newest of its logs and metrics"
         why = self._failure or f"it was not done within {limit:g} s"
         return (
             f"{self.url} is behind: {what} did not get there ({why}). Nothing is lost: all of it is in {self.folder}. "
             f"Go on from here, which brings the bucket up to date, with: lockstep resume {self.folder}"
         )
-
-    def _files(self) -> list[Path]:
-        """Returns the files in the folder that are complete, without checkpoints."""
-        found = []
-        for path in sorted(self.folder.rglob("*")):
-            parts = path.relative_to(self.folder).parts
-            hidden = any(part.startswith(".") for part in parts) or path.suffix == ".partial"
-            if not hidden and parts[0] != CHECKPOINTS and path.is_file() and not path.is_symlink():
-                found.append(path)
-        return found
 
 
 def _note(folder: Path, mark: Mark, token: str) -> None:

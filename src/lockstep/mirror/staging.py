@@ -14,12 +14,13 @@ from pathlib import Path
 
 import yaml
 
+from lockstep.checkpoint import manifest
+from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.config.load import parse_yaml
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.mirror.bucket import Bucket, cannot_be_used
+from lockstep.mirror.bucket import CHECKPOINTS, Bucket, cannot_be_used, step_of
 from lockstep.mirror.lease import last_token
 from lockstep.mirror.mark import MARK_FILE, Mark, mark_of, own_place
-from lockstep.mirror.sync import FolderSync
 from lockstep.mirror.url import Url
 from lockstep.record import folder_lock, run_folder
 from lockstep.record.run_folder import START_FILES
@@ -94,17 +95,68 @@ def opened(url: Url, setting: str, step: int | None = None, best: bool = False, 
     with folder_lock.locked(folder), _reading(url, setting):
         mark = mark_of(folder)
         current = mark is not None and bool(mark.tokens) and last_token(bucket) in mark.tokens
-        sync = FolderSync(bucket, folder, lambda: ())
         if not current:
             _set_contents_aside(folder)
-            sync.pull_files(_TO_PULL)
+            _pull_files(bucket, folder)
         # One of several may be in the bucket alone.
-        if not current or best or (step is not None and step not in sync.storage.steps()):
-            sync.pull_checkpoint(step, best, mode)
+        if not current or best or (step is not None and step not in CheckpointStorage(folder / CHECKPOINTS).steps()):
+            pull_checkpoint(bucket, folder, step, best, mode)
         if not current:  # only now: what was interrupted is not taken for the newest
             token = last_token(bucket)
             Mark(url, (token,) if isinstance(token, str) else ()).write(folder)
     return folder
+
+
+def outline(url: Url, folder: Path) -> None:
+    """Fetches what says how a run went, with an empty folder in place of every whole checkpoint."""
+    bucket = Bucket(url)
+    _pull_files(bucket, folder)
+    for path in bucket.to_try():
+        (folder / path).mkdir(parents=True, exist_ok=True)
+
+
+def pull_checkpoint(
+    bucket: Bucket, folder: Path, step: int | None = None, best: bool = False, mode: str = "min"
+) -> int | None:
+    """Fetches the checkpoint to restore, the newest whole one unless said; returns its step, or None.
+
+    It gets its name here once all of it has arrived and matches its digests. One that does not is passed over.
+    """
+    damaged = {}
+    for path in bucket.to_try(step, best, mode):
+        problem = _pull_folder(bucket, path, folder / path)
+        if problem is None:
+            return step_of(path)
+        damaged[step_of(path)] = problem
+        logger.warning("checkpoint %s, as it came from elsewhere, is damaged and is passed over: %s", path, problem)
+    if damaged:
+        raise CheckpointStorage(folder / CHECKPOINTS).none_usable(damaged)
+    return None
+
+
+def _pull_folder(bucket: Bucket, path: str, final: Path) -> str | None:
+    """Returns what is wrong with it, if anything; then it is not kept."""
+    arriving = final.with_name(f".partial-{final.name}-sync")
+    shutil.rmtree(arriving, ignore_errors=True)
+    arriving.mkdir(parents=True)
+    try:
+        for name, size in bucket.files(path):
+            bucket.fetch(name, size, arriving / Path(name).name)
+        problem = manifest.problem(arriving)
+        if problem is None:
+            shutil.rmtree(final, ignore_errors=True)
+            arriving.rename(final)
+        return problem
+    finally:
+        shutil.rmtree(arriving, ignore_errors=True)
+
+
+def _pull_files(bucket: Bucket, folder: Path) -> None:
+    for path in _TO_PULL:
+        for name, size in bucket.files(path):
+            place = folder / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            bucket.fetch(name, size, place)
 
 
 def _mode(files: Mapping[str, bytes]) -> str:

@@ -62,11 +62,11 @@ def verify(
     from lockstep.ray.backend import TorchConfig
     from lockstep.ray.cluster import connected
     from lockstep.ray.failures import cause_of
-    from lockstep.ray.mailbox import ANSWER_SECONDS, Mailbox
+    from lockstep.ray.worker import ANSWER_SECONDS, Mailbox
 
     with tempfile.TemporaryDirectory(prefix="lockstep-ray-") as storage, connected(settings, workers, resources, {}):
         placement.find(settings, workers, resources)
-        mailbox = ray.remote(num_cpus=0)(Mailbox).remote(storage)
+        mailbox = ray.remote(num_cpus=0)(Mailbox).remote()
         trainer = TorchTrainer(
             _tell_reports,
             train_loop_config={"mailbox": mailbox},
@@ -92,8 +92,8 @@ def _tell_reports(config: dict[str, Any]) -> None:
     """Runs on every worker."""
     import ray
 
-    from lockstep.ray.mailbox import ANSWER_SECONDS
     from lockstep.ray.session import current
+    from lockstep.ray.worker import ANSWER_SECONDS
 
     present = current().present
     if present.group.rank == 0:

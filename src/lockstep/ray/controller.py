@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,34 +31,35 @@ from lockstep.config.schema import RunConfig
 from lockstep.distributed.failure import Failure, Result, worth_retrying
 from lockstep.distributed.signals import Signals
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ClusterLost, ConfigError
+from lockstep.mirror.url import Url
 from lockstep.ray import placement
 from lockstep.ray.backend import TorchConfig
 from lockstep.ray.cluster import Cluster, connected, described_env, runtime_env
 from lockstep.ray.failures import find_failure
 from lockstep.ray.installed import address_of
-from lockstep.ray.mailbox import ANSWER_SECONDS, Mailbox
-from lockstep.ray.worker import Order, main
-from lockstep.record import folder_lock, timeline
+from lockstep.ray.worker import ANSWER_SECONDS, Mailbox, Order, main
+from lockstep.record import timeline
 from lockstep.shown import shown
 
 # How often the driver looks for signals and output.
 _LOOK_SECONDS = 0.5
-Ended = tuple[RunConfig, Path, Result]
+Ended = tuple[RunConfig, "Folder", Result]
+MakeFolder = Callable[[RunConfig], "Folder"]
 
 _BACKENDS = {"cuda": "nccl", "xla": "xla", "cpu": "gloo"}
 
 
-def launch(config: RunConfig, make_folder: Callable[[RunConfig], Path], held: bool = False) -> Ended:
+def launch(config: RunConfig, make_folder: MakeFolder) -> Ended:
     """Trains a config on a cluster. Returns it as it was resolved, the run's folder, and how the run ended.
 
-    The folder is made once the cluster is known to have room; `held` says that the caller holds it already.
+    The folder is made once the cluster is known to have room.
     """
     signals = Signals(save_on_request=False)
     config, env, task = resolved(config)
     connecting = connected(config.launch.ray, int(config.processes), placement.per_worker(config), env)
     # Ray replaces the handlers when it connects.
     with signals.listening(), connecting as cluster, signals.listening():
-        return train_on(cluster, config, task, make_folder, signals, held=held)
+        return train_on(cluster, config, task, make_folder, signals)
 
 
 def resolved(config: RunConfig) -> tuple[RunConfig, dict[str, Any], str]:
@@ -81,16 +83,14 @@ def train_on(
     cluster: Cluster,
     config: RunConfig,
     task: str,
-    make_folder: Callable[[RunConfig], Path],
+    make_folder: MakeFolder,
     signals: Signals,
     callbacks: Sequence[UserCallback] = (),
-    held: bool = False,
 ) -> Ended:
     """Trains on a cluster that this process is connected to. `callbacks` are those of a sweep."""
     workers = placement.find(config.launch.ray, int(config.processes), placement.per_worker(config))
     folder = make_folder(config)
-    with contextlib.nullcontext() if held else folder_lock.locked(folder):
-        result = _Driver(config, folder, cluster, task, signals, callbacks).run(workers)
+    result = _Driver(config, folder, cluster, task, signals, callbacks).run(workers)
     return config, folder, result
 
 
@@ -129,26 +129,35 @@ class BackgroundFit:
             self.error = error
 
 
+@dataclass(frozen=True)
+class Folder:
+    """The folder of a run, which the caller holds; or the driver's own, if rank 0 keeps the run's in a bucket."""
+
+    path: Path
+    url: Url | None = None
+
+
 class _Driver:
     """One run, from its first attempt to its last."""
 
     def __init__(
         self,
         config: RunConfig,
-        folder: Path,
+        folder: Folder,
         cluster: Cluster,
         task: str,
         signals: Signals,
         callbacks: Sequence[UserCallback],
     ) -> None:
-        self._config, self._folder, self._cluster, self._task = config, folder.resolve(), cluster, task
+        self._config, self._folder, self._url = config, folder.path.resolve(), folder.url
+        self._cluster, self._task = cluster, task
         self._resources, self._signals, self._callbacks = placement.per_worker(config), signals, callbacks
         self._deadline = float("inf")
         self._asked = 0  # signals that were passed on
         self._began = False  # a rank of the current attempt has
         # On the driver's node, so that it ends with it.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self._mailbox = ray.remote(Mailbox).options(num_cpus=0, scheduling_strategy=here).remote(str(self._folder))
+        self._mailbox = ray.remote(Mailbox).options(num_cpus=0, scheduling_strategy=here).remote()
 
     def run(self, workers: int) -> Result:
         limit = self._config.launch.max_restarts
@@ -188,6 +197,7 @@ class _Driver:
         order = Order(
             folder=str(self._folder),
             mark=mark,
+            url=str(self._url) if self._url is not None else None,
             mailbox=self._mailbox,
             threads=limits.threads or max(1, int(self._resources.get("CPU", 1))),
             here=str(Path.cwd()) if self._cluster.ours else None,
@@ -244,7 +254,7 @@ class _Driver:
         except (RayError, ConnectionError) as error:
             raise ClusterLost(
                 f"the Ray cluster at {self._cluster.address} does not answer any more: {type(error).__name__}. "
-                f"Resume the run from its newest checkpoint: lockstep resume {self._folder}"
+                f"Resume the run from its newest checkpoint: lockstep resume {self._url or self._folder}"
             ) from None
 
 

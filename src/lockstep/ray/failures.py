@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from ray.exceptions import RayTaskError
 
 from lockstep.distributed.failure import Failure, Report, find_cause, report
 from lockstep.errors import CONSEQUENCES, LaunchError, LockstepError
-from lockstep.ray.mailbox import Facts
+
+Facts = dict[str, Any]  # what a rank told the driver
 
 # What Ray says of the death of a worker, among much else, and what that means.
 _DEATHS = (

@@ -23,7 +23,7 @@ from lockstep import worker
 from lockstep.config.objects import import_object
 from lockstep.config.schema import RunConfig, RunSettings
 from lockstep.distributed.rollcall.report import Report
-from lockstep.distributed.topology import Topology, ranks_text
+from lockstep.distributed.topology import Topology
 from lockstep.engine.run import Run
 from lockstep.engine.stop_requests import Preempted
 from lockstep.engine.summary import conclude
@@ -31,6 +31,7 @@ from lockstep.errors import ConfigError, LaunchError
 from lockstep.ray import xla
 from lockstep.ray.placement import WorkerInfo, device_index
 from lockstep.ray.xla import XLA_BACKENDS
+from lockstep.record import run_folder
 from lockstep.runtime.base import Runtime
 
 # Ray brings what its own logger writes to the driver; ours has no handler until the run's folder is known.
@@ -85,14 +86,26 @@ class Reporter:
         return ray.train.Checkpoint.from_directory(str(folder))
 
 
+@dataclass(frozen=True)
+class Folder:
+    """The folder of a run on a cluster."""
+
+    make: Callable[[], Path]  # called on rank 0
+    remedy: str = ""  # where not all workers see it
+    mark: str | None = None  # a file that the driver, which holds the folder, has made in it
+    in_bucket: bool = False  # rank 0 has a copy of it, which other nodes need not see
+
+
+_REMEDY = "Name one on storage that all nodes share with TorchConfig(folder=...) or RunConfig(storage_path=...)"
+
+
 class Session:
     """One worker's part in a run, from joining to leaving. As a context manager it ends the training function."""
 
     def __init__(self, config: TorchConfig, settings: RunSettings, present: worker.Rank) -> None:
         self.config, self.settings, self.present = config, settings, present
         self.requests = present.requests
-        # Set by `lockstep train`, whose driver holds the run's folder and knows who sees it.
-        self.has_driver = False
+        self.folder: Folder | None = None  # set by `lockstep train`
         self.make_reporter: Callable[[Run], Reporter | None] = lambda run: Reporter(run, config.report_every_s)
         self.outcome: dict[str, Any] = {}
         self._training = self._ended = False
@@ -101,9 +114,10 @@ class Session:
 
     def run(self) -> Run:
         if self._run is None:
-            run = self.present.open(self._make_folder, redirect=self.has_driver, held=self.has_driver)
-            if not self.has_driver:
-                _check_shared(run)
+            folder = self.folder or Folder(self._make_folder, _REMEDY)
+            if not folder.in_bucket:
+                require_shared(self.present, folder)
+            run = self.present.open(folder.make, redirect=self.folder is not None, held=folder.mark is not None)
             self._reporter = self.make_reporter(run)
             if self._reporter is not None:
                 run._engine.aggregator.listener = self._reporter.on_row
@@ -138,6 +152,8 @@ class Session:
             elif isinstance(error, Preempted):
                 self._conclude(self._run, {"status": "preempted", "reason": error.reason})
                 return True
+            elif self.folder is not None and self.folder.in_bucket and self._run.is_main:
+                run_folder.record(self._run.folder, "failed", f"{type(error).__name__}: {error}")
             return False
         finally:
             with contextlib.suppress(BaseException):  # the error is raised anyway
@@ -216,26 +232,33 @@ def _default_folder() -> Path:
     return Path(getattr(storage, "trial_fs_path", storage.experiment_fs_path)) / "lockstep"
 
 
-def _check_shared(run: Run) -> None:
-    """Raises ConfigError unless workers on other nodes see the folder: they read checkpoints from it."""
-    if run._engine.topology.host_count == 1:
+def require_shared(present: worker.Rank, folder: Folder) -> None:
+    """Raises ConfigError unless every worker sees the run's folder: they read checkpoints from it.
+
+    They look for the mark that the driver made in it; without a driver, rank 0 makes the folder and the mark.
+    """
+    group, place = present.group, present.topology.place
+    if folder.mark is None and present.topology.host_count == 1:
         return
-    name = run.agree(lambda: f".seen-{os.getpid()}-{time.time_ns()}", "the name of a file to look for")
-    mark = run.folder / name
-    if run.is_main:
+
+    def marked() -> str:
+        if folder.mark is not None:
+            return str(folder.make() / folder.mark)
+        mark = folder.make() / f".seen-{os.getpid()}-{time.time_ns()}"
         mark.touch()
-    run.barrier("a file to look for")
+        return str(mark)
+
+    mark = Path(group.agree(marked, "a file in the run's folder"))
     deadline = time.monotonic() + _SEEN_SECONDS
     while not (seen := mark.exists()) and time.monotonic() < deadline:
         time.sleep(0.2)
-    blind = [rank for rank, sees in enumerate(run.gather(seen, "whether the run's folder is seen")) if not sees]
-    if run.is_main:
+    found = group.gather(None if seen else f"rank {place.rank} on {place.host}", "who sees the run's folder")
+    if place.rank == 0 and folder.mark is None:
         mark.unlink(missing_ok=True)
-    if blind:
+    if blind := [each for each in found if each is not None]:
         raise ConfigError(
-            f"{ranks_text(blind)}: the run's folder {run.folder} of rank 0 is not seen there within "
-            f"{_SEEN_SECONDS:g} s: name one on storage that all nodes share with TorchConfig(folder=...) or "
-            "ray.train.RunConfig(storage_path=...)"
+            f"{', '.join(blind)}: the run's folder {mark.parent} is not seen there within {_SEEN_SECONDS:g} s, and "
+            f"nodes with disks of their own cannot share a run. {folder.remedy}"
         )
 
 

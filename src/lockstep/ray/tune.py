@@ -18,8 +18,8 @@ from lockstep.distributed.signals import Signals
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, WorkerFailed
 from lockstep.ray import placement
 from lockstep.ray.cluster import Cluster, connected, environment
-from lockstep.ray.controller import BackgroundFit, resolved, say, train_on
-from lockstep.record import run_folder
+from lockstep.ray.controller import BackgroundFit, Folder, resolved, say, train_on
+from lockstep.record import folder_lock, run_folder
 from lockstep.record.trials import Trial, conclude, trial_folder
 
 # A trial's process only waits for its workers, which have what they need.
@@ -85,13 +85,13 @@ def _run_trial(config: RunConfig, values: Mapping[str, Any], folder: Path, task:
     number = int(tune.get_context().get_trial_id().rpartition("_")[2])
     run = folder / trial_folder(number)
 
-    def make_folder(chosen: RunConfig) -> Path:
-        (run / "logs").mkdir(parents=True)
+    def make_folder(chosen: RunConfig) -> Folder:
         run_folder.write_config(run, chosen)
-        return run
+        return Folder(run)
 
     config = with_values(config, values)
-    with environment(config.launch.ray):
+    (run / "logs").mkdir(parents=True)
+    with environment(config.launch.ray), folder_lock.locked(run):
         signals = Signals(save_on_request=False)
         config, _, result = train_on(cluster, config, task, make_folder, signals, [TuneReportCallback()])
     failure = result.failure

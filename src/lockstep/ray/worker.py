@@ -1,7 +1,7 @@
-"""What runs on every Ray worker of `lockstep train`: a rank, connected with the driver through the mailbox.
+"""What runs on every Ray worker of `lockstep train`: a rank, connected with the driver through a mailbox.
 
-Ray forwards output with the process id on every line and may lose the last lines, and it has no way to ask ranks to
-save and leave, nor to say why a rank ended itself.
+The mailbox is one small actor on the driver's node. Ray forwards output with the process id on every line and may lose
+the last lines, and it has no way to ask ranks to save and leave, nor to say why a rank ended itself.
 """
 
 from __future__ import annotations
@@ -21,23 +21,55 @@ import torch
 
 from lockstep.config.schema import RunConfig
 from lockstep.distributed.failure import report
-from lockstep.distributed.topology import ranks_text
 from lockstep.engine.stop_requests import StopRequests
 from lockstep.errors import PREEMPTED_EXIT_CODE, RankStalled
 from lockstep.ray import session
-from lockstep.ray.mailbox import ANSWER_SECONDS, NodeSync, ask_mailbox, repeated
-from lockstep.ray.session import Reporter, Session
+from lockstep.ray.failures import Facts
+from lockstep.ray.session import Reporter
 
+# The mailbox has nothing else to do: without an answer for so long, the cluster counts as lost.
+ANSWER_SECONDS = 60.0
 # Within this time a request is heard and a line shown: exchanging more often would slow the training down.
 _EXCHANGE_SECONDS = 0.5
+
+
+class Mailbox:
+    """Holds rank 0's output and facts of all ranks for the driver, and its request to leave for the ranks."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._facts: dict[int, Facts] = {}
+        self._leave: str | None = None
+
+    async def tell(self, rank: int, lines: list[str], facts: Facts) -> str | None:
+        """Returns why to save and leave, if the driver asks for it."""
+        self._lines += lines
+        if "host" in facts:  # the first of a new attempt
+            self._facts[rank] = {}
+        self._facts.setdefault(rank, {}).update(facts)
+        return self._leave
+
+    async def take_lines(self) -> tuple[list[str], bool]:
+        """Returns the lines since the last call, and whether a rank has begun."""
+        lines, self._lines = self._lines, []
+        return lines, bool(self._facts)
+
+    async def take_facts(self) -> dict[int, Facts]:
+        """Returns what ranks told of an attempt that is over."""
+        facts, self._facts = self._facts, {}
+        return facts
+
+    async def ask_to_leave(self, reason: str) -> None:
+        self._leave = reason
 
 
 @dataclass(frozen=True)
 class Order:
     """What the driver asks of every worker, beside the config, which the backend has."""
 
-    folder: str  # the run's folder
+    folder: str  # the run's folder, which the driver holds
     mark: str  # the name of a file in it, by which a worker knows that it sees the same folder
+    url: str | None  # of the run's folder in object storage: rank 0 holds it instead
     mailbox: Any
     threads: int
     here: str | None  # the driver's working directory, if workers are on its machine
@@ -50,7 +82,6 @@ def main(orders: dict[str, Order]) -> None:
     place, config = current.present.topology.place, current.settings
     assert isinstance(config, RunConfig)
     relay = Relay(order.mailbox, place.rank, current.requests)
-    current.has_driver = True
     current.make_reporter = partial(Reporter, every=0.0, validations_only=True) if order.of_sweep else lambda run: None
     current.present.heartbeat.tell = lambda message: relay.tell(
         report=asdict(report(RankStalled(message), place.rank, place.host))
@@ -63,7 +94,8 @@ def main(orders: dict[str, Order]) -> None:
                 os.chdir(order.here)
             if config.runtime != "xla":  # which has set its own
                 torch.set_num_threads(order.threads)
-            with _folder_here(order, current), current:
+            current.folder = _folder(order)
+            with current:
                 session.fit(config)
                 code = 0
         except BaseException as error:
@@ -73,23 +105,18 @@ def main(orders: dict[str, Order]) -> None:
         relay.tell(exit_code=code)
 
 
-@contextlib.contextmanager
-def _folder_here(order: Order, current: Session) -> Iterator[None]:
-    """Syncs the run's folder while the context is open if this node does not see it."""
-    group, place = current.present.group, current.present.topology.place
-    sees = (Path(order.folder) / order.mark).exists()
-    blind = [rank for rank, each in enumerate(group.gather(sees, "who sees the run's folder")) if not each]
-    with contextlib.ExitStack() as syncing:
-        if not sees:
-            keep = current.settings.checkpoint.keep
-            folder_sync = NodeSync(ask_mailbox(order.mailbox), Path(order.folder), place, keep)
-            folder_sync.pull()
-            syncing.enter_context(folder_sync.running())
-        if blind:
-            group.barrier("the run's folder on all nodes")
-            if place.rank == 0:
-                print(f"{ranks_text(blind)}: the run's folder is not seen there, and is synced with the driver's")
-        yield
+def _folder(order: Order) -> session.Folder:
+    """Returns the folder that the driver holds, or one that rank 0 keeps in the bucket."""
+    if order.url is None:
+        return session.Folder(lambda: Path(order.folder), _REMEDY, mark=order.mark)
+    from lockstep.mirror import staging
+    from lockstep.mirror.url import parse
+
+    url = parse(order.url, "launch.ray.storage")
+    return session.Folder(lambda: staging.opened(url, "launch.ray.storage"), in_bucket=True)
+
+
+_REMEDY = "Name a folder that all nodes share, or a bucket (s3://BUCKET/PREFIX), with launch.ray.storage or --out"
 
 
 class Relay:
@@ -99,6 +126,7 @@ class Relay:
         self._mailbox, self._rank, self._requests = mailbox, rank, requests
         self._lines: list[str] = []
         self._lock = threading.Lock()
+        self._done = threading.Event()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -107,10 +135,20 @@ class Relay:
             yield
             return
         out, err = _RelayedStream(sys.stdout, self), _RelayedStream(sys.stderr, self)
-        # A mailbox that does not answer went away with the driver, and Ray ends this rank as well.
-        exchanging = repeated(self.tell, _EXCHANGE_SECONDS, "lockstep-relay")
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), exchanging:
-            yield
+        thread = threading.Thread(target=self._exchange, name="lockstep-relay", daemon=True)
+        thread.start()
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                yield
+        finally:
+            self._done.set()
+            thread.join(ANSWER_SECONDS)
+
+    def _exchange(self) -> None:
+        while not self._done.wait(_EXCHANGE_SECONDS):
+            # A mailbox that does not answer went away with the driver, and Ray ends this rank as well.
+            with contextlib.suppress(Exception):
+                self.tell()
 
     def write(self, line: str) -> None:
         with self._lock:

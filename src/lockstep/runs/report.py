@@ -37,12 +37,17 @@ def leave_report(folder: Path, say: Callable[[str], object]) -> None:
         say(f"no {REPORT_FILE}: {error if isinstance(error, ConfigError) else f'{type(error).__name__}: {error}'}")
 
 
-def closing_lines(folder: Path, where: Any, further: str) -> list[str]:
-    """Returns what to print at the end of a run. `where` is its folder or URL, `further` the command to train on."""
+def closing_lines(folder: Path, where: Any, further: str, here: bool = True) -> list[str]:
+    """Returns what to print at the end of a run. `where` is its folder or URL, `further` the command to train on.
+
+    Without `here`, the folder is not one that the reader can look into.
+    """
     lines = [_outcome(read_summary(folder)), f"run folder: {where}"]
-    if str(where) != str(folder):
+    if here and str(where) != str(folder):
         lines.append(f"its copy here:  {folder}")
     lines.append(f"train further:  {further}")
+    if not here:
+        return lines
     if (folder / REPORT_FILE).is_file():
         lines.append(f"look at it:     {folder / REPORT_FILE}")
     if (folder / "tensorboard").is_dir():

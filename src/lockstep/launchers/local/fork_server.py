@@ -16,7 +16,6 @@ from lockstep.distributed.signals import QUIET_SIGNALS, end_below, handled, proc
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.import_path import safe_interpreters
 from lockstep.launchers.local.child import check_config
-from lockstep.terminal import tell
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
@@ -125,7 +124,6 @@ class ForkServer:
         while thread.is_alive():
             thread.join(0.5)
             waited += 0.5
-            self.wake()
             if waited > _START_SECONDS:
                 raise LaunchError(
                     f"the fork server (pid {self.pid}) did not make the processes of the run within "
@@ -139,13 +137,6 @@ class ForkServer:
             )
         if failures:
             raise failures[0]
-
-    def wake(self) -> None:
-        """Continues a server that was stopped by a signal: without it, the end of a rank is not seen."""
-        if self.pid is not None and state_of(self.pid) == "T":
-            tell(f"lockstep: the fork server (pid {self.pid}) was stopped by a signal (SIGSTOP): it is continued")
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGCONT)
 
     @property
     def is_gone(self) -> bool:

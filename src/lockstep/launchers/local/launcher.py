@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from lockstep.mirror.mirror import Mirror
 
 
-def plan(config: RunConfig, out: Out, folder: str | None = None) -> tuple[RunConfig, LaunchPlan]:
+def plan(config: RunConfig, out: Out, folder: str | None = None) -> tuple[RunConfig, str]:
     from lockstep.terminal import tell
 
     config = resolved(config, lambda text: tell(f"lockstep: {text}"))
     checks.check_imports(config)
-    return config, _plan(config, folder or "RUN_DIR")
+    return config, _plan(config, folder or "RUN_DIR").render()
 
 
 @contextmanager

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import math
 import multiprocessing
 import os
+import resource
+import shutil
 import signal
+import socket
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,10 +20,14 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from lockstep.distributed.failure import Failure, Report, Result, stop_file, what_is_full
 from lockstep.distributed.signals import QUIET_SIGNALS, end_below, state_of
-from lockstep.launchers.local.child import LEAVE_SECONDS, Outcome, leaving_file, run_command, run_rank
+from lockstep.errors import LaunchError
+from lockstep.launchers.local.child import LEAVE_SECONDS, Outcome, late_file, leaving_file, run_command, run_rank
 from lockstep.launchers.local.fork_server import ForkServer
 from lockstep.launchers.plan import LaunchPlan
+from lockstep.launchers.supervisor import failed
+from lockstep.terminal import tell
 
 # How long the other ranks get to fail by themselves once one has, and to end once they are asked to.
 _FALL_SECONDS = 0.5
@@ -47,11 +57,11 @@ class Ranks:
     it returned, and import torch into the launcher.
     """
 
-    def __init__(
-        self, entry: Callable[..., Any], arguments: list[Any], envs: list[dict[str, str]], error_files: list[Path]
-    ) -> None:
+    def __init__(self, entry: Callable[..., Any], arguments: list[Any], envs: list[dict[str, str]]) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._entry, self._arguments, self._envs, self._error_files = entry, arguments, envs, error_files
+        self._entry, self._arguments, self._envs = entry, arguments, envs
+        self._folder = Path(tempfile.mkdtemp(prefix="lockstep-"))
+        self._error_files = [self._folder / f"error-{rank}.json" for rank in range(len(envs))]
         self._outcomes = [self._context.SimpleQueue() for _ in envs]
         self._all_returned = self._context.Event()
         self._processes: list[ForkServerProcess] = []
@@ -59,9 +69,24 @@ class Ranks:
         self._returned_at = math.inf
         self._server = ForkServer()
 
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Ends what is left, says which ranks were late, and removes what they wrote down."""
+        self.end()
+        for file in map(late_file, self._error_files):
+            with suppress(FileNotFoundError):
+                tell(f"lockstep: {file.read_text(encoding='utf-8')}")
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     def ask_to_stop(self) -> None:
         for rank in self.pids():
             self._signal(rank, signal.SIGTERM)
+        stop_file(self._error_files[0]).touch()  # for a rank that is only now being made and did not hear it
 
     def ask_to_save(self) -> None:
         """Asks rank 0: the others learn of it from there, and one request leads to one save."""
@@ -100,10 +125,33 @@ class Ranks:
         """Returns what all ranks returned, also while some of them are still leaving."""
         return Ended(returned=dict(self._return_values)) if len(self._return_values) == len(self._envs) else None
 
-    def poll(self) -> Ended | None:
+    def reports(self) -> list[Report]:
+        """Returns the failures that ranks wrote down."""
+        found = []
+        for file in self._error_files:
+            with suppress(FileNotFoundError, ValueError):
+                found.append(Report(**json.loads(file.read_text(encoding="utf-8"))))
+        return found
+
+    def host_of(self, rank: int) -> str:
+        return socket.gethostname()
+
+    def poll(self, stopping: bool) -> Result | None:
+        ended = self.ended()
+        if ended is not None and ended.without_server is not None:
+            cause = ended.without_server
+            return Result(5, failure=Failure(0, self.host_of(0), cause, 5, concerns_all_ranks=True))
+        if ended is not None and ended.exit_codes:
+            return failed(self.reports(), ended.exit_codes, self.host_of(0), stopping)
+        return _result(ended)
+
+    def returned(self) -> Result | None:
+        return _result(self.done())
+
+    def ended(self) -> Ended | None:
+        """Returns how the ranks ended; None while they are at work."""
         if self._server.is_gone:
             return self._ended_without_server()
-        self._server.wake()
         codes = self._exit_codes()  # before the values: one that has left by now has returned before
         self._collect()
         failed = {rank: code for rank, code in codes.items() if code != 0 or rank not in self._return_values}
@@ -159,17 +207,15 @@ class Ranks:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def close(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Ends every process that is left, by a signal and, where that does not help, by SIGKILL."""
-        self._server.wake()
+    def end(self) -> None:
+        """Ends every process that is left."""
         if self._server.is_gone:  # and multiprocessing takes all of its processes for dead
             self._end_ranks_of_no_server([pid for pid in self.pids().values() if state_of(pid) not in (None, "Z")])
-        for last_resort in (number, signal.SIGKILL):
-            for rank in self._alive():
-                self._signal(rank, last_resort)
-            deadline = time.monotonic() + END_SECONDS
-            for rank in self._alive():  # one in the midst of a system call that does not end is left to the system
-                self._processes[rank].join(max(deadline - time.monotonic(), 0.0))
+        for rank in self._alive():
+            self._signal(rank, signal.SIGKILL)
+        deadline = time.monotonic() + END_SECONDS
+        for rank in self._alive():  # one in the midst of a system call that does not end is left to the system
+            self._processes[rank].join(max(deadline - time.monotonic(), 0.0))
         self._server.end_what_is_left()
 
     def _all_failures(self, first: dict[int, int]) -> dict[int, int]:
@@ -185,7 +231,7 @@ class Ranks:
             if self._at_work() and time.monotonic() > began + _FALL_SECONDS + END_SECONDS:
                 break
             time.sleep(0.02)
-        self.close(signal.SIGKILL)
+        self.end()
         return {**first, **fallen}
 
     def _exit_codes(self) -> dict[int, int]:
@@ -200,13 +246,38 @@ class Ranks:
         return [rank for rank in self._alive() if not leaving_file(self._error_files[rank]).exists()]
 
 
-def start(plan: LaunchPlan, entry: Callable[..., Any] | None, argument: Any, error_files: list[Path]) -> Ranks:
+def _result(ended: Ended | None) -> Result | None:
+    if ended is None:
+        return None
+    returned = {
+        rank: outcome.received(rank, lambda text: tell(f"lockstep: {text}")) for rank, outcome in ended.returned.items()
+    }
+    return Result(max(outcome.exit_code for outcome in ended.returned.values()), returned)
+
+
+def start(plan: LaunchPlan, entry: Callable[..., Any] | None = None, argument: Any = None) -> Ranks:
     """Starts a process per rank from the fork server, for the plan's command or for `entry` with an argument."""
     arguments = [process.argv if entry is None else argument for process in plan.processes]
-    ranks = Ranks(entry or run_command, arguments, [dict(each.env) for each in plan.processes], error_files)
+    ranks = None
     try:
+        ranks = Ranks(entry or run_command, arguments, [dict(each.env) for each in plan.processes])
         ranks.start()
-    except BaseException:
-        ranks.close(signal.SIGKILL)
+    except BaseException as error:
+        if ranks is not None:
+            ranks.leave()
+        if isinstance(error, OSError):
+            raise LaunchError(_cannot_start(len(plan.processes), error)) from None
         raise
     return ranks
+
+
+def _cannot_start(count: int, error: OSError) -> str:
+    """Returns the message for an error of the system while processes are started."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    remedy = {
+        errno.EMFILE: f"the limit of open files is {files}; raise it (ulimit -n)",
+        errno.EAGAIN: "the limit of processes is reached; raise it (ulimit -u), or end some",
+        errno.ENOMEM: "there is not enough memory; use fewer processes",
+        errno.ENOSPC: what_is_full(tempfile.gettempdir()),
+    }.get(error.errno or 0, "`lockstep doctor` looks for what is wrong")
+    return f"{count} process{'' if count == 1 else 'es'} could not be started: {error.strerror or error}; {remedy}"

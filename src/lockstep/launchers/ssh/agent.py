@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -21,7 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lockstep.distributed.failure import Report, stop_file
+from lockstep.distributed.failure import Report
 from lockstep.distributed.signals import Signals
 from lockstep.distributed.store.client import Client, connect_tcp
 from lockstep.distributed.store.server import Server, listen_on_tcp
@@ -30,8 +27,7 @@ from lockstep.distributed.topology import NETWORK_STORE, Place, Topology
 from lockstep.distributed.watch.stall import Limits
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, LockstepError
 from lockstep.launchers.local.fork_server import warm_up
-from lockstep.launchers.local.ranks import start
-from lockstep.launchers.local.supervisor import cannot_start, reports, say_who_was_late
+from lockstep.launchers.local.ranks import Ranks, start
 from lockstep.launchers.plan import LaunchPlan, ProcessPlan, available_cores
 from lockstep.launchers.ssh.folder import Job
 from lockstep.launchers.ssh.head import GONE_SECONDS, Head, HeadThread, Line
@@ -53,8 +49,9 @@ class Agent:
         self._config = order.run_config()
         self._signals = Signals(save_on_request=True)
         self._threads = self._config.launch.threads or max(1, available_cores() // order.here.count)
-        self._ranks: HostRanks | None = None
+        self._ranks: Ranks | None = None
         self._attempt, self._saves = -1, 0
+        self._asked = self._dumped = False  # in this attempt
 
     def run(self) -> int:
         warm_up(self._threads)
@@ -65,8 +62,7 @@ class Agent:
             try:
                 code = self._follow(line)
             finally:
-                if self._ranks is not None:
-                    self._ranks.close()
+                self._close_ranks()
                 line.say(finished=True)
                 line.close()
             return head.concluded() if head is not None else code
@@ -100,26 +96,46 @@ class Agent:
         line.say(attempt=self._attempt, ended=None)
         try:
             _make_run_folder(self._order)
-            self._ranks = HostRanks(self._order, self._attempt, self._threads)
+            self._asked = self._dumped = False
+            self._ranks = start(_plan(self._order, self._attempt, self._threads))
         except (LockstepError, OSError) as error:
             line.say(leaves=f"its ranks could not be started: {error}")
 
-    def _tend(self, ranks: HostRanks, message: dict[str, Any], line: Line) -> None:
-        if message.get("stop"):
+    def _tend(self, ranks: Ranks, message: dict[str, Any], line: Line) -> None:
+        if message.get("stop") and not self._asked:
+            self._asked = True
             ranks.ask_to_stop()
         if int(message.get("save", 0)) > self._saves and self._order.index == 0:
             self._saves = int(message["save"])
             ranks.ask_to_save()
-        if message.get("stacks"):
+        if message.get("stacks") and not self._dumped:
+            self._dumped = True
             ranks.dump_stacks()
-        ended = ranks.end() if message.get("end") else ranks.poll()
+        if message.get("end"):
+            ranks.end()
+            ended: dict[str, Any] | None = {"exit_codes": {}}
+        else:
+            ended = self._ended(ranks)
         if ended is not None:
+            reports = [asdict(each) for each in ranks.reports()]
             self._close_ranks()
-            line.say(ended=ended)
+            line.say(ended={"reports": reports, **ended})
+
+    def _ended(self, ranks: Ranks) -> dict[str, Any] | None:
+        """Returns how the ranks of this host ended, as plain data for the head."""
+        ended, first = ranks.ended(), self._order.here.first
+        if ended is None:
+            return None
+        if ended.without_server is not None:
+            report = Report(first, socket.gethostname(), "LaunchError", ended.without_server, 5, 0.0)
+            return {"reports": [asdict(report)], "exit_codes": {}}
+        if ended.exit_codes:
+            return {"exit_codes": {first + at: code for at, code in ended.exit_codes.items()}}
+        return {"returned": {first + at: outcome.exit_code for at, outcome in ended.returned.items()}}
 
     def _close_ranks(self) -> None:
         if self._ranks is not None:
-            self._ranks.close()
+            self._ranks.leave()
             self._ranks = None
 
     def _without_head(self, line: Line) -> int:
@@ -161,59 +177,6 @@ class Agent:
             store = self._connect(self._config.timeouts.rendezvous)
             yield HeadThread(Head(self._order, store, limits, self._signals), self._order, self._job, mirror)
         server.close()
-
-
-class HostRanks:
-    """The ranks of this host in one attempt; how they ended is plain data for the head."""
-
-    def __init__(self, order: Order, attempt: int, threads: int) -> None:
-        self._host = order.here
-        self._folder = Path(tempfile.mkdtemp(prefix="lockstep-"))
-        self._error_files = [self._folder / f"error-{index}.json" for index in range(order.here.count)]
-        self._asked = self._dumped = False
-        plan = _plan(order, attempt, threads)
-        try:
-            self._ranks = start(plan, None, None, self._error_files)
-        except OSError as error:
-            raise LaunchError(cannot_start(order.here.count, error)) from None
-
-    def poll(self) -> dict[str, Any] | None:
-        ended = self._ranks.poll()
-        if ended is None:
-            return None
-        if ended.without_server is not None:
-            report = Report(self._host.first, socket.gethostname(), "LaunchError", ended.without_server, 5, 0.0)
-            return self._ended(reports=[asdict(report)], exit_codes={})
-        if ended.exit_codes:
-            return self._ended(exit_codes={self._host.first + at: code for at, code in ended.exit_codes.items()})
-        codes = {self._host.first + at: outcome.exit_code for at, outcome in ended.returned.items()}
-        return self._ended(returned=codes)
-
-    def ask_to_stop(self) -> None:
-        if not self._asked:
-            self._asked = True
-            self._ranks.ask_to_stop()
-            stop_file(self._error_files[0]).touch()
-
-    def ask_to_save(self) -> None:
-        self._ranks.ask_to_save()
-
-    def dump_stacks(self) -> None:
-        if not self._dumped:
-            self._dumped = True
-            self._ranks.dump_stacks()
-
-    def end(self) -> dict[str, Any]:
-        self._ranks.close(signal.SIGKILL)
-        return self._ended(exit_codes={})
-
-    def close(self) -> None:
-        self._ranks.close(signal.SIGKILL)
-        say_who_was_late(self._error_files)
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _ended(self, **found: Any) -> dict[str, Any]:
-        return {"reports": [asdict(each) for each in reports(self._error_files)], **found}
 
 
 def _plan(order: Order, attempt: int, threads: int) -> LaunchPlan:

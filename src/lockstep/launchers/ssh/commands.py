@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from lockstep.config.accelerators import Accelerator, check_slice
@@ -13,8 +13,9 @@ from lockstep.config.schema import RunConfig, RunSettings
 from lockstep.errors import ConfigError
 from lockstep.launchers.ssh.code import Code
 from lockstep.launchers.ssh.folder import checked_name
+from lockstep.launchers.ssh.gcloud import Gcloud, Transport, startup_script, wait_for_startup
 from lockstep.launchers.ssh.record import Record, archive_of, plain, startup_of
-from lockstep.launchers.ssh.ssh import Command, Ssh, Transport, require_ssh
+from lockstep.launchers.ssh.ssh import Command, Ssh, require_ssh
 
 # How long the start-up script of a host may take.
 READY_SECONDS = 1200.0
@@ -56,18 +57,18 @@ class PodCommands:
         network = self.config.launch.network
         return self.asking("inspect", config=about, network=network, folder=folder, make=make, **claims)
 
-    def copying(self, worker: int | None = None, file: Path | None = None) -> list[Command]:
+    def copying(self) -> list[Command]:
         there = str(PurePosixPath(_without_home(self.config.pod.directory)) / self.name / "push.tar")
-        return self.transport.copy(file or archive_of(self.name), there, worker)
+        return self.transport.copy(archive_of(self.name), there)
 
     def starting(self, worker: int, job: str, path: str) -> list[list[Command]]:
         """Starts the agent of a job on a worker, in stages; `path` is the pod's folder there."""
         if self.config.pod.container is None:
-            return [self.asking("start", worker)]
+            return [self.asking("start", worker, index=worker)]
         argv = [_without_home(self.config.pod.python), "-P", "-m", "lockstep.launchers.ssh.agent", f"{path}/jobs/{job}"]
         detached = run_in_container(self.config.pod, argv, workdir=f"{path}/code", detached=True)
         begun = self.asking("begun", worker, job=job)
-        return [self.asking("prepare", worker), self.transport.run(detached, worker), begun]
+        return [self.asking("prepare", worker, index=worker), self.transport.run(detached, worker), begun]
 
     def following(self, worker: int, offset: int = 0, job: str | None = None, follow: bool = True) -> list[Command]:
         return self.asking("follow", worker, offset=offset, job=job, follow=follow)
@@ -78,15 +79,10 @@ class PodCommands:
         grace = 1.0 if at_once else self.config.timeouts.stop
         return self.transport.run(stop_container(self.config.pod, grace), worker)
 
-    def archive(self, worker: int) -> Path:
-        return archive_of(self.name).with_name(f"push-{worker}.tar")
-
     def creating(self) -> list[Command]:
         """Creates the hosts, and waits until they are ready."""
         commands = self.transport.create()
         if commands and self.on_cloud:
-            from lockstep.launchers.ssh.gcloud import startup_script, wait_for_startup
-
             archive_of(self.name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             startup_of(self.name).write_text(startup_script(self.config.pod), encoding="utf-8")
             ready = wait_for_startup(READY_SECONDS)
@@ -117,8 +113,6 @@ def _without_home(path: str) -> str:
 
 def _transport(name: str, config: RunConfig) -> Transport:
     if config.pod.type == "gcloud":
-        from lockstep.launchers.ssh.gcloud import Gcloud
-
         check_accelerator(config)
         return Gcloud(name, config.pod, startup_of(name))
     require_ssh()

@@ -17,7 +17,7 @@ from typing import Literal
 
 from lockstep.config.pod import Bucket, Pod, pod_name
 from lockstep.errors import ConfigError, LaunchError
-from lockstep.launchers.ssh.ssh import Command
+from lockstep.launchers.ssh.ssh import Command, Ssh
 from lockstep.shown import brief, in_a_line
 
 _TPU_VM = ("gcloud", "compute", "tpus", "tpu-vm")
@@ -42,7 +42,7 @@ NEW_HOST_KEYS = (
 
 @dataclass(frozen=True)
 class Gcloud:
-    """The Transport for a Cloud TPU, by its name."""
+    """A Cloud TPU, by its name. Like Ssh, every method returns the commands to run, and runs nothing."""
 
     name: str
     pod: Pod
@@ -136,6 +136,9 @@ class Gcloud:
         pod = self.pod
         where = [*([f"--zone={pod.zone}"] if pod.zone else []), *([f"--project={pod.project}"] if pod.project else [])]
         return Command((*_TPU_VM, verb, *arguments, *where), worker)
+
+
+Transport = Ssh | Gcloud
 
 
 def require_gcloud() -> None:

@@ -16,33 +16,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.distributed.failure import Failure, Report, Result, find_cause, how_to_plan, worth_retrying
+from lockstep.distributed.failure import Failure, Report, Result
 from lockstep.distributed.signals import Signals
 from lockstep.distributed.store.client import Client, StoreLost
 from lockstep.distributed.store.private import store_prefix
 from lockstep.distributed.topology import ranks_text
 from lockstep.distributed.watch.stall import Limits, RunningClock, Watcher
-from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, BucketBehind, RankStalled
+from lockstep.errors import INTERRUPTED_EXIT_CODE
+from lockstep.launchers.ending import conclude
 from lockstep.launchers.ssh.folder import Job
 from lockstep.launchers.ssh.record import Order
+from lockstep.launchers.supervisor import failed, run_attempts, supervise
 from lockstep.mirror.mirror import Mirror
 from lockstep.record import timeline as timelines
-from lockstep.record.loggers import suspect
-from lockstep.record.run_folder import note_end, read_summary
-from lockstep.record.timeline import Timeline
-from lockstep.runs.report import leave_report
+from lockstep.record.run_folder import read_summary
 from lockstep.shown import shown
 from lockstep.terminal import tell
 
 _LOOK_SECONDS = 0.1
-_WATCH_SECONDS = 0.5
 # How long the ranks of other hosts get to fall by themselves, so that what they say is known too.
 _FALL_SECONDS = 1.5
 # How long hosts get to end their ranks, and to hear that the job is over.
 _END_SECONDS, _FINISH_SECONDS = 20.0, 5.0
-# How long ranks that have not made a step get to leave by themselves, once they are asked to.
-_EARLY_SECONDS = 10.0
-_DUMP_SECONDS = 1.0
 # A host, or the head, that is silent for so long counts as gone. A heartbeat comes five times a second; on a link that
 # loses one packet in twenty, TCP needs a few seconds now and then.
 GONE_SECONDS = 10.0
@@ -64,179 +59,108 @@ class HostLost(Exception):
 
 
 class Head:
+    """The hosts of a job; in an attempt, their ranks as they are supervised."""
+
     def __init__(self, order: Order, store: Client, limits: Limits, signals: Signals) -> None:
         self._order, self._store, self._limits, self._signals = order, store, limits, signals
-        config = order.run_config()
-        self._grace, self._join = config.timeouts.stop, config.timeouts.rendezvous
-        self._restarts = config.launch.max_restarts
+        self._config = order.run_config()
+        self._everyone = range(len(order.hosts))
         self._clock = RunningClock()
         self._count = 0
         self._message: dict[str, Any] = {"attempt": -1}
         self._said: dict[int, dict[str, Any]] = {}
         self._heard: dict[int, float] = {}
         self.lost: dict[int, str] = {}
-        self._timeline: Timeline
 
     def run(self) -> Result:
-        with timelines.opened(Path(self._order.folder), lambda text: tell(f"lockstep: {text}")) as self._timeline:
-            self._timeline.note("start", note=", ".join(each.name for each in self._order.hosts))
-            result = self._run()
-            self._timeline.ended(result, self._order.world_size)
-            return result
+        order, restarts = self._order, self._config.launch.max_restarts
+        with timelines.opened(Path(order.folder), lambda text: tell(f"lockstep: {text}")) as timeline:
+            timeline.note("start", note=", ".join(each.name for each in order.hosts))
 
-    def _run(self) -> Result:
-        failure = self._gather()
-        if failure is not None:
-            return self._finish(Result(failure.exit_code, failure=failure))
-        if self._signals.count:  # asked to stop while hosts were still coming
-            return self._finish(Result(INTERRUPTED_EXIT_CODE, nothing_to_save=True))
-        for attempt in range(self._restarts + 1):
-            result = self._attempt(attempt)
-            failure = result.failure
-            if failure is None or self._signals.count or attempt == self._restarts or not worth_retrying(failure):
-                break
-            if self.lost:
-                break
-            self._timeline.failed("restart", failure, self._order.world_size, attempt=attempt + 1)
-            tell(
-                f"lockstep: {failure.render(self._order.world_size)}\n"
-                f"lockstep: restarting from the newest checkpoint (restart {attempt + 1} of {self._restarts})"
+            def attempt(number: int) -> Result:
+                self._say(attempt=number, stop=False, end=False, stacks=False)
+                watcher = Watcher(self._store.under(store_prefix(number)), range(order.world_size), self._limits)
+                result = supervise(self, watcher, self._signals, self._config.timeouts.stop, timeline)
+                self.end()
+                return result
+
+            result = self._gather() or run_attempts(
+                attempt, restarts, self._signals, timeline, order.world_size, lambda number: not self.lost
             )
-        return self._finish(result)
+            timeline.ended(result, order.world_size)
+            return self._finish(result)
 
     def give_up(self, error: Exception) -> Result:
         """Ends the job after an error of the head, so that nobody waits for it."""
         cause = f"the head of the job failed: {type(error).__name__}: {error}; its traceback is in the console"
-        failure = Failure(0, self._name(0), cause, 5, type(error).__name__, concerns_all_ranks=True)
+        failure = Failure(0, self.host_of(0), cause, 5, type(error).__name__, concerns_all_ranks=True)
         return self._finish(Result(5, failure=failure))
 
-    def _gather(self) -> Failure | None:
-        """Waits for every host to connect."""
-        deadline = self._clock.now() + self._join
+    def _gather(self) -> Result | None:
+        """Waits for every host to connect; returns the end of the job where one does not, or it was asked to stop."""
+        limit = self._config.timeouts.rendezvous
+        deadline = self._clock.now() + limit
         while True:
             self._look()
-            missing = [index for index in range(len(self._order.hosts)) if index not in self._heard]
-            if not missing or self._signals.count:
+            missing = [self._order.hosts[index].name for index in self._everyone if index not in self._heard]
+            if self._signals.count:
+                return Result(INTERRUPTED_EXIT_CODE, nothing_to_save=True)
+            if not missing:
                 return None
             if self._clock.now() > deadline:
                 break
             time.sleep(_LOOK_SECONDS)
-        names = ", ".join(self._name(index) for index in missing)
         cause = (
-            f"{names} did not come within {self._join:g} s: the agent was started there, but does not reach "
-            f"{self._order.head.address} port {self._order.port} on {self._name(0)}. Check the firewall between them; "
-            "timeouts.rendezvous sets the limit"
+            f"{', '.join(missing)} did not come within {limit:g} s: the agent was started there, but does not reach "
+            f"{self._order.head.address} port {self._order.port} on {self.host_of(0)}. Check the firewall between "
+            "them; timeouts.rendezvous sets the limit"
         )
-        return Failure(0, self._name(0), cause, 3, HostLost.__name__, concerns_all_ranks=True)
+        return Result(3, failure=Failure(0, self.host_of(0), cause, 3, HostLost.__name__, concerns_all_ranks=True))
 
-    def _attempt(self, attempt: int) -> Result:
-        self._say(attempt=attempt, stop=False, end=False)
-        watcher = Watcher(self._store.under(store_prefix(attempt)), range(self._order.world_size), self._limits)
-        result = self._supervise(watcher)
-        self._end()
-        if result is None:
-            failure = self._cause()
-            asked = self._signals.count and self._codes().get(failure.rank) in (-15, INTERRUPTED_EXIT_CODE)
-            if asked:  # before the first step
-                return Result(INTERRUPTED_EXIT_CODE, nothing_to_save=True)
-            return Result(failure.exit_code, failure=failure)
-        return result
+    # The ranks of an attempt
 
-    def _supervise(self, watcher: Watcher) -> Result | None:
-        """Waits until all ranks returned; returns None where some failed, with what hosts said of it in `_said`."""
-        stopped, failed_at, watched_at = None, None, 0.0
-        while True:
-            self._look()
-            now = self._clock.now()
-            states = [self._ended(index) for index in range(len(self._order.hosts))]
-            if all(state is not None and "returned" in state for state in states):
-                return Result(max(code for state in states if state for code in state["returned"].values()))
-            if self.lost:
-                return self._without(*next(iter(self.lost.items())))
-            if any(state is not None and "returned" not in state for state in states):
-                failed_at = failed_at or now
-                if all(states) or now > failed_at + (_FALL_SECONDS if self._knows_cause() else GONE_SECONDS + 2):
-                    return None
-            if stopped is None and (asked := self._asked()):
-                stopped = now
-                self._say(stop=True)
-                self._timeline.note("preempt", note=asked)
-                tell(f"lockstep: {asked}: finishing the step, saving and leaving")
-            if self._signals.count > 1:
-                return Result(INTERRUPTED_EXIT_CODE)
-            if self._signals.save:
-                self._signals.save = False
-                self._say(save=self._message.get("save", 0) + 1)
-            if now > watched_at + _WATCH_SECONDS:
-                watched_at = now
-                stall = watcher.look()
-                self._timeline.show(watcher.everyone)
-                if stall is not None and failed_at is None:
-                    self._timeline.note("stall", rank=stall.ranks[0], note=stall.message)
-                    return self._stalled(stall.ranks[0], stall.message)
-                if (slow := watcher.warning()) is not None:
-                    tell(f"lockstep: {slow.message}")
-                    if slow.waited_for and watcher.begun:
-                        self._say(save=self._message.get("save", 0) + 1)
-            if stopped is not None and not watcher.begun and now > stopped + _EARLY_SECONDS:
-                return Result(INTERRUPTED_EXIT_CODE, nothing_to_save=True)
-            if stopped is not None and now > stopped + self._grace:
-                cause = f"was asked to stop and did not within {self._grace:g} s (timeouts.stop), so it was ended"
-                return Result(5, failure=Failure(0, self._name(0), cause, 5))
-            time.sleep(_LOOK_SECONDS)
+    def poll(self, stopping: bool) -> Result | None:
+        self._look()
+        if (done := self.returned()) is not None:
+            return done
+        if self.lost:
+            host, why = next((self._order.hosts[index], why) for index, why in self.lost.items())
+            cause = f"host {host.name} ({ranks_text(list(host.ranks))}) is gone: {why}"
+            failure = Failure(host.first, host.name, cause, 5, HostLost.__name__, concerns_all_ranks=True)
+            return Result(5, failure=failure)
+        if not any(self._failed(index) for index in self._everyone):
+            return None
+        self._wait_for_the_cause()
+        if self.lost and not self._knows_cause():
+            return None  # and the host that is lost is found at the next look
+        self.end()
+        return self._with_host(failed(self.reports(), self._codes(), self.host_of(0), stopping))
 
-    def _without(self, index: int, why: str) -> Result:
-        host = self._order.hosts[index]
-        cause = f"host {host.name} ({ranks_text(list(host.ranks))}) is gone: {why}"
-        failure = Failure(host.first, host.name, cause, 5, HostLost.__name__, concerns_all_ranks=True)
-        return Result(5, failure=failure)
+    def returned(self) -> Result | None:
+        states = [self._ended(index) or {} for index in self._everyone]
+        if not all("returned" in state for state in states):
+            return None
+        return Result(max(code for state in states for code in state["returned"].values()))
 
-    def _stalled(self, rank: int, message: str) -> Result:
+    def ask_to_stop(self) -> None:
+        self._say(stop=True)
+
+    def ask_to_save(self) -> None:
+        self._say(save=self._message.get("save", 0) + 1)
+
+    def dump_stacks(self) -> None:
         self._say(stacks=True)
-        time.sleep(_DUMP_SECONDS)
-        message += suspect(Path(self._order.folder), message)
-        cause = f"{message}. The stacks of all threads are in the ranks' logs; timeouts.stall sets the limit"
-        code = RankStalled.exit_code
-        failure = Failure(rank, self._host_of(rank), cause, code, RankStalled.__name__, concerns_all_ranks=True)
-        return Result(code, failure=failure)
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """Waits until every host has ended what is left of this attempt, or is gone."""
         self._say(end=True, stacks=False)
-        deadline = self._clock.now() + _END_SECONDS
-        while self._clock.now() < deadline:
-            self._look()
-            if all(self._ended(at) is not None or at in self.lost for at in range(len(self._order.hosts))):
-                return
-            time.sleep(_LOOK_SECONDS)
+        self._look_until(
+            lambda: all(self._ended(index) is not None or index in self.lost for index in self._everyone), _END_SECONDS
+        )
 
-    def _finish(self, result: Result) -> Result:
-        self._say(finish=result.exit_code)
-        deadline = self._clock.now() + _FINISH_SECONDS
-        while self._clock.now() < deadline:
-            self._look()
-            others = [index for index in self._heard if index and index not in self.lost]
-            if all(self._said[index].get("finished") for index in others):
-                break
-            time.sleep(_LOOK_SECONDS)
-        return result
-
-    def _cause(self) -> Failure:
-        failure = find_cause(self._reports(), self._codes(), self._name(0))
-        reported = {each.rank for each in self._reports()}
-        if failure.rank in reported:
-            return failure
-        return replace(failure, host=self._host_of(failure.rank))
-
-    def _knows_cause(self) -> bool:
-        """Returns whether a rank reported a failure that is no consequence of another, or ended without a report."""
-        reports = self._reports()
-        reported = {each.rank for each in reports}
-        return any(not each.consequence for each in reports) or any(rank not in reported for rank in self._codes())
-
-    def _reports(self) -> list[Report]:
+    def reports(self) -> list[Report]:
         found = []
-        for index in range(len(self._order.hosts)):
+        for index in self._everyone:
             for raw in (self._ended(index) or {}).get("reports", ()):
                 try:
                     found.append(Report(**raw))
@@ -244,8 +168,51 @@ class Head:
                     continue
         return found
 
+    def host_of(self, rank: int) -> str:
+        return next((each.name for each in self._order.hosts if rank in each.ranks), self._order.head.name)
+
+    # Inside
+
+    def _wait_for_the_cause(self) -> None:
+        """Gives the ranks of other hosts time to fall by themselves, so that what they say is known too."""
+        began = self._clock.now()
+        while not all(self._ended(index) for index in self._everyone) and not self.lost:
+            if self._clock.now() > began + (_FALL_SECONDS if self._knows_cause() else GONE_SECONDS + 2):
+                return
+            time.sleep(_LOOK_SECONDS)
+            self._look()
+
+    def _look_until(self, done: Callable[[], bool], limit: float) -> None:
+        deadline = self._clock.now() + limit
+        while self._clock.now() < deadline:
+            self._look()
+            if done():
+                return
+            time.sleep(_LOOK_SECONDS)
+
+    def _finish(self, result: Result) -> Result:
+        self._say(finish=result.exit_code)
+        others = [index for index in self._heard if index]
+        self._look_until(
+            lambda: all(index in self.lost or self._said[index].get("finished") for index in others), _FINISH_SECONDS
+        )
+        return result
+
+    def _with_host(self, result: Result) -> Result:
+        """Names the host of a rank that ended without a report of its own."""
+        failure = result.failure
+        if failure is None or failure.rank in {each.rank for each in self.reports()}:
+            return result
+        return replace(result, failure=replace(failure, host=self.host_of(failure.rank)))
+
+    def _knows_cause(self) -> bool:
+        """Returns whether a rank reported a failure that is no consequence of another, or ended without a report."""
+        reports = self.reports()
+        reported = {each.rank for each in reports}
+        return any(not each.consequence for each in reports) or any(rank not in reported for rank in self._codes())
+
     def _codes(self) -> dict[int, int]:
-        ended = [self._ended(index) or {} for index in range(len(self._order.hosts))]
+        ended = [self._ended(index) or {} for index in self._everyone]
         return {int(rank): int(code) for each in ended for rank, code in each.get("exit_codes", {}).items()}
 
     def _ended(self, index: int) -> dict[str, Any] | None:
@@ -254,21 +221,14 @@ class Head:
         ended = said.get("ended") if said.get("attempt") == self._message["attempt"] else None
         return ended if isinstance(ended, dict) else None
 
-    def _asked(self) -> str | None:
-        """Returns who asked the run to stop."""
-        if self._signals.count:
-            return self._signals.name
-        asked = [index for index, said in self._said.items() if said.get("asked") and index not in self.lost]
-        if asked:
-            self._signals.count, self._signals.name = 1, f"{self._name(asked[0])} was asked to stop"
-            return self._signals.name
-        return None
+    def _failed(self, index: int) -> bool:
+        ended = self._ended(index)
+        return ended is not None and "returned" not in ended
 
     def _look(self) -> None:
         """Reads what every host said, and sends them a heartbeat."""
         self._say()
-        now = self._clock.now()
-        everyone = range(len(self._order.hosts))
+        now, everyone = self._clock.now(), self._everyone
         values = self._store.read_all([*map(_host_key, everyone), *map(_closed_key, everyone)])
         for index in everyone:
             said, closed = _decoded(values[index]), values[len(everyone) + index] is not None
@@ -282,17 +242,14 @@ class Head:
                 self.lost[index] = "its connection was closed: its agent was killed, or the host was shut down"
             elif now > self._heard[index] + GONE_SECONDS:
                 self.lost[index] = f"nothing was heard of it for {GONE_SECONDS:g} s: it died, or the network is cut"
+            elif self._said[index].get("asked") and not self._signals.count:
+                name = self._order.hosts[index].name
+                self._signals.count, self._signals.name = 1, f"{name} was asked to stop"
 
     def _say(self, **news: Any) -> None:
         self._count += 1
         self._message = {**self._message, **news, "count": self._count}
         self._store.set(_HEAD_KEY, json.dumps(self._message))
-
-    def _name(self, index: int) -> str:
-        return self._order.hosts[index].name
-
-    def _host_of(self, rank: int) -> str:
-        return next((each.name for each in self._order.hosts if rank in each.ranks), self._name(0))
 
 
 class Line:
@@ -371,62 +328,15 @@ class HeadThread:
         if self._result is None:  # what it raised is in the console
             self._job.has_ended(5, "failed")
             return 5
-        code, status, said = conclude(self._order, self._result, self._mirror)
-        self._job.has_ended(code, status, said)
+        order, said = self._order, list[str]()
+
+        def say(text: str) -> None:
+            lines = shown("\n".join(f"lockstep: {line}" if line else "" for line in text.split("\n")))
+            said.append(lines)
+            tell(lines)
+
+        folder, pod = Path(order.folder), (shlex.quote(order.pod), order.head.name)
+        config = order.run_config().model_copy(update={"processes": order.world_size})
+        code = conclude(folder, self._result, config, say, self._mirror, pod=pod)
+        self._job.has_ended(code, str(read_summary(folder).get("status", "ended")), "\n".join(said))
         return code
-
-
-def conclude(order: Order, result: Result, mirror: Mirror | None = None) -> tuple[int, str, str]:
-    """Says how the job ended, where it is and what to do next; returns exit code, status and what was said."""
-    said: list[str] = []
-
-    def say(text: str) -> None:
-        said.append(shown(f"lockstep: {text}"))
-        tell(f"lockstep: {text}")
-
-    try:
-        note_end(Path(order.folder), result)
-    except OSError as error:
-        say(str(error))
-    leave_report(Path(order.folder), lambda text: tell(f"lockstep: {text}"))
-    timeouts = order.run_config().timeouts
-    behind = mirror.finish(timeouts.checkpoint if result.exit_code == 0 else timeouts.stop) if mirror else None
-    code, status = _say_end(order, result, say)
-    if behind is not None:
-        say(behind)
-        code = BucketBehind.exit_code if code in (0, PREEMPTED_EXIT_CODE) else code
-    return code, status, "\n".join(said)
-
-
-def _say_end(order: Order, result: Result, say: Callable[[str], None]) -> tuple[int, str]:
-    """The exit code is 75 only where there is a checkpoint to resume from."""
-    folder, pod = Path(order.folder), shlex.quote(order.pod)
-    saved = any((folder / "checkpoints").glob("step-*"))
-    go_on = f"lockstep pod resume {pod}"
-    if result.failure is not None:
-        failure = result.failure
-        say(failure.render(order.world_size).replace("\n", "\nlockstep: ").replace("\nlockstep: \n", "\n\n"))
-        if failure.memory and order.run_config().after is None:
-            say(how_to_plan("CONFIG", order.world_size))
-        say(f"logs: lockstep pod pull {pod}")
-        if saved:
-            say(f"go on from the last checkpoint with: {go_on}")
-        return result.exit_code, "failed"
-    if result.exit_code == PREEMPTED_EXIT_CODE:
-        say(f"saved and stopped; go on with: {go_on}")
-        return result.exit_code, "preempted"
-    if result.nothing_to_save:
-        say(f"stopped before the first step; go on with: {go_on}")
-        return (PREEMPTED_EXIT_CODE if saved else result.exit_code), "interrupted"
-    if result.exit_code:
-        then = f"go on from the last checkpoint with: {go_on}" if saved else "nothing was saved"
-        say(f"ended at once; {then}")
-        return result.exit_code, "interrupted"
-    summary = read_summary(folder)
-    metrics = "  ".join(f"{name} {value:.4g}" for name, value in (summary.get("metrics") or {}).items()
-                        if isinstance(value, (int, float)))  # fmt: skip
-    progress = f"epoch {summary.get('epoch', '?')}, step {summary.get('step', '?')}"
-    say(f"{summary.get('status', 'ended')}: {progress}  {metrics}".rstrip())
-    say(f"run folder: {order.url or f'{order.head.name}:{folder}'}")
-    say(f"bring it here: lockstep pod pull {pod}")
-    return 0, str(summary.get("status", "completed"))

@@ -86,13 +86,13 @@ def prepare(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     if before is not None and before.is_alive:
         raise LaunchError(f"job {before.name} is still at work here: `lockstep pod stop` has it save and leave")
     folder.make()
-    text = unpack(folder.archive, folder.code)
+    order = Order.model_validate_json(unpack(folder.archive, folder.code))
+    order = order.model_copy(update={"index": int(asked["index"])})
     folder.archive.unlink(missing_ok=True)
-    order = Order.model_validate_json(text)
     job = folder.job(order.job)
     job.path.mkdir(mode=0o700, parents=True, exist_ok=True)
     with os.fdopen(os.open(job.order, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
+        file.write(order.model_dump_json())
     return {"job": job.name}
 
 

@@ -11,24 +11,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from lockstep.config.changes import changes, refuse_wrong_changes
 from lockstep.config.changes import described as described_change
 from lockstep.distributed.signals import handled, unless_ignored
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, LaunchError, LockstepError
 from lockstep.launchers import checks
-from lockstep.launchers.base import Ended, Out, Plan, Say
+from lockstep.launchers.base import Ended, Out, Say
 from lockstep.launchers.local import launcher as local
 from lockstep.launchers.ssh import record as records
 from lockstep.launchers.ssh.pod import Pod
 from lockstep.launchers.ssh.record import Record
-from lockstep.launchers.ssh.ssh import Command, ConsoleStart, Transport, decoded
+from lockstep.launchers.ssh.ssh import Command, ConsoleStart, decoded
 from lockstep.mirror.url import Url
 from lockstep.shown import visible
 from lockstep.terminal import tell
@@ -51,34 +49,22 @@ class HeadLost(LockstepError):
     exit_code = 5
 
 
-@dataclass(frozen=True)
-class PodPlan:
-    note: str
-    commands: tuple[Command, ...]
-
-    def render(self) -> str:
-        return "\n".join([self.note, *(command.render() for command in self.commands)])
-
-
-def plan(config: RunConfig, out: Out, folder: str | None = None) -> tuple[RunConfig, Plan]:
+def plan(config: RunConfig, out: Out, folder: str | None = None) -> tuple[RunConfig, str]:
     if folder is not None:
         return local.plan(config, out, folder)
     return config, plan_pod(config, out.pod or str(config.name))
 
 
-def plan_pod(config: RunConfig, name: str, folder: str | None = None) -> PodPlan:
+def plan_pod(config: RunConfig, name: str, folder: str | None = None) -> str:
     """Returns the commands that start a run, in order; with the folder of a run, those that resume it."""
     pod = Pod(name, config)
     workers = range(len(pod.transport.workers))
-    commands = [
-        *pod.inspecting(folder, make=True, claim="JOB"),
-        *(command for each in workers for command in pod.copying(each, pod.archive(each))),
-    ]
+    commands = [*pod.inspecting(folder, make=True, claim="JOB"), *pod.copying()]
     for stage in zip(*(pod.starting(each, "JOB", f"{config.pod.directory}/{name}") for each in workers), strict=True):
         commands += [command for part in stage for command in part]
     commands += [command for each in workers for command in pod.following(each)]
-    archives = records.archive_of(name).parent / "push-N.tar"
-    return PodPlan(f"# {archives}: the code, and the order of the job", tuple(commands))
+    note = f"# {records.archive_of(name)}: the code, and the order of the job"
+    return "\n".join([note, *(command.render() for command in commands)])
 
 
 @contextmanager
@@ -119,77 +105,53 @@ def _start_and_follow(pod: Pod, out: Path | Url, known: Record | None = None) ->
 
 def follow(pod: Pod, record: Record, stops: bool) -> int:
     """Shows the consoles of a job until it ends. With `stops`, Ctrl-C asks the run to stop; else it only leaves."""
-    requests, leaving, passed_on = 0, False, 0
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal requests
-        requests += 1
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        nonlocal leaving
-        leaving = True
-
-    def leaves() -> bool:
-        nonlocal passed_on
-        if leaving or (requests and not stops):
-            tell(f"lockstep: the run goes on; look again: lockstep pod logs {pod.name} --follow")
-            return True
-        if requests > passed_on:
-            passed_on = requests
-            tell("lockstep: asking the run to save and leave; once more to end it at once"
-                 if passed_on == 1 else "lockstep: asking the run to end at once")  # fmt: skip
-            pod.stop(record, at_once=passed_on > 1)
-        return False
-
-    handlers = {
-        **dict.fromkeys(unless_ignored([signal.SIGINT, signal.SIGTERM]), stop),
-        **dict.fromkeys(unless_ignored([signal.SIGHUP]), leave),
-    }
+    requests: list[int] = []
+    handlers = dict.fromkeys(
+        unless_ignored([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]), lambda number, frame: requests.append(number)
+    )
+    passed_on = 0
     with handled(handlers):
-        return _follow_consoles(pod.transport, lambda worker, offset: pod.following(worker, offset, record.job), leaves)
-
-
-def _follow_consoles(
-    transport: Transport, command: Callable[[int, int], list[Command]], leaves: Callable[[], bool]
-) -> int:
-    """Shows all consoles until the run is over or `leaves` says so; returns the run's exit code."""
-    out = getattr(sys.stdout, "buffer", None)
-    consoles = []
-    for worker, name in enumerate(transport.workers):
-        prefix = f"[{name}] " if worker else ""
-        consoles.append(_Console(transport, worker, lambda offset, at=worker: command(at, offset), prefix, out))  # type: ignore[misc, arg-type]
-    leading, *others = consoles
-    try:
-        while not leading.is_over:
-            if leaves():
-                return 0
+        leading, *others = consoles = [
+            _Console(pod, record, worker, f"[{name}] " if worker else "")
+            for worker, name in enumerate(pod.transport.workers)
+        ]
+        try:
             # Where the head's host is gone, the agents of the others end.
-            if leading.problem and others and all(each.is_over for each in others):
-                break
-            time.sleep(0.1)
-    finally:
-        for console in consoles:
-            console.leave()
+            while not (leading.is_over or (leading.problem and others and all(each.is_over for each in others))):
+                if requests and (signal.SIGHUP in requests or not stops):
+                    tell(f"lockstep: the run goes on; look again: lockstep pod logs {pod.name} --follow")
+                    return 0
+                if len(requests) > passed_on:
+                    passed_on = len(requests)
+                    doing = "save and leave; once more to end it at once" if passed_on == 1 else "end at once"
+                    tell(f"lockstep: asking the run to {doing}")
+                    pod.stop(record, at_once=passed_on > 1)
+                time.sleep(0.1)
+        finally:
+            for console in consoles:
+                console.leave()
     if leading.code is not None:
         return leading.code
     raise HeadLost(
-        f"{transport.workers[0]}, which leads the job, is out of reach: {leading.problem}. Where it is back: "
+        f"{pod.transport.workers[0]}, which leads the job, is out of reach: {leading.problem}. Where it is back: "
         "lockstep pod resume"
     )
 
 
-class _Console:
-    """Follows the console of one host in a thread. Lines of hosts other than the head begin with the host's name."""
+def show_console(pod: Pod, record: Record, worker: int, follow: bool) -> None:
+    """Shows the console of one host, until the run ends or as far as it is."""
+    console = _Console(pod, record, worker, f"[{pod.transport.workers[worker]}] ", follow)
+    while not console.is_over:
+        time.sleep(0.1)
+    if console.code is None:
+        raise LaunchError(f"{pod.transport.workers[worker]}: {console.problem}")
 
-    def __init__(
-        self,
-        transport: Transport,
-        worker: int,
-        command: Callable[[int], list[Command]],
-        prefix: str,
-        out: IO[bytes],
-    ) -> None:
-        self._transport, self._command, self._prefix, self._out = transport, command, prefix, out
+
+class _Console:
+    """Follows the console of one host in a thread: a lost connection is made again from where it was."""
+
+    def __init__(self, pod: Pod, record: Record, worker: int, prefix: str, follow: bool = True) -> None:
+        self._pod, self._job, self._worker, self._prefix, self._following = pod, record.job, worker, prefix, follow
         self._offset = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._left = False
@@ -212,19 +174,19 @@ class _Console:
         quiet_since = time.monotonic()
         while not self._left:
             before = self._offset
-            code, errors = self._stream()
+            (command,) = self._pod.following(self._worker, self._offset, self._job, self._following)
+            code, errors = self._stream(command)
             if code != 255 and not self._left:
                 self.code = code
                 return
-            self.problem = self._transport.explain(self._command(0)[0], code, errors)
+            self.problem = self._pod.transport.explain(command, code, errors)
             if self._offset > before:
                 quiet_since = time.monotonic()
             if time.monotonic() > quiet_since + _PATIENCE_SECONDS:
                 return
             time.sleep(_RETRY_SECONDS)
 
-    def _stream(self) -> tuple[int, str]:
-        (command,) = self._command(self._offset)
+    def _stream(self, command: Command) -> tuple[int, str]:
         # Not in the terminal's process group: Ctrl-C is handled here.
         self._process = subprocess.Popen(
             command.argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0
@@ -249,7 +211,7 @@ class _Console:
         for line in lines:
             text = visible(line.decode(errors="replace"))
             try:
-                self._out.write(f"{self._prefix}{text}\n".encode())
-                self._out.flush()
+                sys.stdout.write(f"{self._prefix}{text}\n")
+                sys.stdout.flush()
             except (OSError, ValueError):  # nobody reads it any more; the console is on the host
                 return

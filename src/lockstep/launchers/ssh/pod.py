@@ -16,9 +16,9 @@ from lockstep.distributed.store.wire import fresh
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.launchers.ssh.code import pack, unpack_run
 from lockstep.launchers.ssh.commands import READY_SECONDS, PodCommands
-from lockstep.launchers.ssh.gcloud import NEW_HOST_KEYS, Gcloud, next_step, require_gcloud
+from lockstep.launchers.ssh.gcloud import NEW_HOST_KEYS, Gcloud, Transport, next_step, require_gcloud
 from lockstep.launchers.ssh.record import Host, Order, Record, archive_of, plain, spread
-from lockstep.launchers.ssh.ssh import CONSOLE, Done, Transport, answered, decoded, execute
+from lockstep.launchers.ssh.ssh import Done, answered, execute
 from lockstep.mirror.url import Url
 from lockstep.shown import in_a_line
 from lockstep.terminal import tell
@@ -26,7 +26,6 @@ from lockstep.version import installed
 
 # How long a host may take for what does not wait for training.
 _ANSWER_SECONDS, _COPY_SECONDS, _START_SECONDS, _CREATE_SECONDS = 60.0, 600.0, 240.0, 1800.0
-_FOLLOW_SECONDS = 20 * 24 * 3600.0  # a wait of more than 24 days is none that the system takes
 _LOOK_AGAIN_SECONDS = 10.0  # at a pod that is not ready
 
 
@@ -48,8 +47,8 @@ class Pod(PodCommands):
             answered(self.transport, done)
         return files
 
-    def pack(self) -> int:
-        return pack(archive_of(self.name), self.code.folder)
+    def pack(self, order: str = "") -> int:
+        return pack(archive_of(self.name), self.code.folder, order)
 
     def start(self, out: Path | Url, record: Record | None = None, check: Callable[[], None] = lambda: None) -> Record:
         """Copies code and an order to every host and starts the agents; with a record, its run is resumed.
@@ -87,20 +86,15 @@ class Pod(PodCommands):
                 "that all hosts share or in a bucket"
             )
         order = self._order(job, found, out, record)
-        archives = [self.archive(each.index) for each in found]
         try:
-            for index, file in enumerate(archives):
-                pack(file, self.code.folder, order.model_copy(update={"index": index}).model_dump_json())
-            copies = [c for each, file in zip(found, archives, strict=True) for c in self.copying(each.index, file)]
-            self._all_well(execute(copies, _COPY_SECONDS))
+            self.pack(order.model_dump_json())
+            self._all_well(execute(self.copying(), _COPY_SECONDS))
             self._start_all(found, order)
         finally:
-            for file in archives:  # the secret is in it
-                file.unlink(missing_ok=True)
+            archive_of(self.name).unlink(missing_ok=True)  # the secret is in it
         return Record(
             name=self.name,
             config=plain(self.config),
-            code=str(self.code.folder) if self.code.folder is not None else None,
             job=order.job,
             folder=order.folder,
             url=order.url,
@@ -166,12 +160,11 @@ class Pod(PodCommands):
         return {name: os.environ[name] for name in self.config.pod.env}
 
     def _all_well(self, dones: Sequence[Done]) -> None:
-        wrong = [
-            f"{self.transport.workers[done.command.worker or 0]}: "
-            f"{self.transport.explain(done.command, done.code, done.errors)}"
-            for done in dones
-            if done.code != 0
-        ]
+        wrong = []
+        for done in dones:
+            if done.code:
+                name = self.name if done.command.worker is None else self.transport.workers[done.command.worker]
+                wrong.append(f"{name}: {self.transport.explain(done.command, done.code, done.errors)}")
         if wrong:
             raise NotAll("\n".join(wrong))
 
@@ -228,16 +221,6 @@ class Pod(PodCommands):
     def look(self, record: Record) -> dict[str, Any]:
         (done,) = execute(self.asking("look", 0, run=record.folder), _ANSWER_SECONDS)
         return answered(self.transport, done)
-
-    def console(self, worker: int, job: str | None, follow: bool) -> list[str]:
-        (done,) = execute(self.following(worker, 0, job, follow), _FOLLOW_SECONDS)
-        if done.code == 255:
-            raise LaunchError(
-                f"{self.transport.workers[worker]}: {self.transport.explain(done.command, 255, done.errors)}"
-            )
-        if done.code and (answer := decoded(done.out)) is not None and "error" in answer:
-            raise LaunchError(f"{self.transport.workers[worker]}: {answer['error']}")
-        return done.out.partition(CONSOLE.decode())[2].splitlines()
 
     def stop(self, record: Record, at_once: bool = False) -> None:
         """Asks the head to save and leave; where it is out of reach, every host."""

@@ -76,7 +76,6 @@ class Record(Section):
 
     name: str
     config: dict[str, Any]
-    code: str | None = Field(None, description="the folder whose files are pushed; null: nothing is")
     job: str | None = None
     folder: str | None = Field(None, description="the run's, on the hosts")
     url: str | None = Field(None, description="of that folder in object storage")

@@ -1,4 +1,4 @@
-"""Runs commands on hosts, several at once: the Transport protocol, and OpenSSH's client with the user's SSH config."""
+"""Runs commands on hosts, several at once, by OpenSSH's client with the user's SSH config."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import LaunchError
 from lockstep.shown import in_a_line
+
+if TYPE_CHECKING:
+    from lockstep.launchers.ssh.gcloud import Transport
 
 # Never ask a question, trust no unknown host, forward nothing, and notice a dead connection.
 _OPTIONS = (
@@ -54,57 +57,29 @@ class Command:
         return shlex.join(self.argv) + reads + writes
 
 
-class Transport(Protocol):
-    """OpenSSH's client, or gcloud. Every method returns the commands to run, and runs nothing."""
-
-    @property
-    def workers(self) -> tuple[str, ...]:
-        """The names of the workers in messages, in order."""
-        ...
-
-    def create(self) -> list[Command]:
-        """Creates the hosts; no commands where they exist already."""
-        ...
-
-    def delete(self) -> list[Command]:
-        """Deletes the hosts; no commands where they stay."""
-        ...
-
-    def run(self, argv: Sequence[str], worker: int | None = None) -> list[Command]:
-        """Runs a command on one worker or on all; every argument arrives unchanged."""
-        ...
-
-    def copy(self, file: Path, to: str, worker: int | None = None) -> list[Command]:
-        """Copies a file to one worker or to all; `to` is absolute, or relative to the home folder there."""
-        ...
-
-    def fetch(self, path: str, to: Path, worker: int) -> list[Command]: ...
-
-    def explain(self, command: Command, code: int, errors: str) -> str:
-        """Returns why a command failed, and what to do about it."""
-        ...
-
-
 class Ssh:
-    """The Transport for a list of hosts."""
+    """A list of hosts. Like Gcloud, every method returns the commands to run, and runs nothing."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = tuple(hosts)
 
     @property
     def workers(self) -> tuple[str, ...]:
+        """The names of the workers in messages, in order."""
         return self._hosts
 
     def create(self) -> list[Command]:
-        return []
+        return []  # they exist already
 
     def delete(self) -> list[Command]:
         return []
 
     def run(self, argv: Sequence[str], worker: int | None = None) -> list[Command]:
+        """Runs a command on one worker or on all; every argument arrives unchanged."""
         return [Command(self._ssh(host, argv), index) for index, host in self._chosen(worker)]
 
     def copy(self, file: Path, to: str, worker: int | None = None) -> list[Command]:
+        """Copies a file to one worker or to all; `to` is absolute, or relative to the home folder there."""
         argv = ["sh", "-c", _PUT, "sh", str(PurePosixPath(to).parent), to]
         return [Command(self._ssh(host, argv), index, reads=file) for index, host in self._chosen(worker)]
 
@@ -112,6 +87,7 @@ class Ssh:
         return [Command(self._ssh(self._hosts[worker], ["cat", "--", path]), worker, writes=to)]
 
     def explain(self, command: Command, code: int, errors: str) -> str:
+        """Returns why a command failed, and what to do about it."""
         name = self._hosts[command.worker or 0]
         last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "")
         if code == SSH_FAILED:
