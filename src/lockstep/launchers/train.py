@@ -139,15 +139,11 @@ def _import_path(given: Any, name: str) -> str:
 
 
 def _train_here(config: RunConfig, folder: Path) -> dict[str, Any]:
-    import torch
-
     from lockstep import worker
     from lockstep.distributed.topology import Topology
     from lockstep.engine.stop_requests import Preempted
     from lockstep.record import run_folder
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(config.launch.threads or threads)
     try:
         code = worker.train(config, Topology(), lambda: folder)
     except BucketBehind:  # the run itself came to its end
@@ -155,8 +151,6 @@ def _train_here(config: RunConfig, folder: Path) -> dict[str, Any]:
     except Exception as error:
         run_folder.record(folder, "failed", f"{type(error).__name__}: {error}")
         raise
-    finally:
-        torch.set_num_threads(threads)
     if code:
         raise Preempted(str(run_folder.read_summary(folder).get("reason")))
     return {**run_folder.read_summary(folder), "folder": folder}
