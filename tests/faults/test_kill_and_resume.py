@@ -99,6 +99,25 @@ def test_sigkill_of_everything_at_once(project: Project, strategy: Any) -> None:
     assert_same_end(run, reference)
 
 
+def test_exact_runs_are_killed_and_go_on_with_other_numbers_of_ranks(project: Project) -> None:
+    """Dropout, augmentation, averaged weights and clipping: the end has the bits of one process that nobody killed."""
+    how = {**HARD, "train": {**HARD["train"], "batch_size": 16, "exact": True, "clip_norm": 0.5}}
+    reference = project.train(out="reference", task=task(), processes=1, **how)
+    command = project.start("train", project.config(task=task(sleep=0.1), processes=4, **how), "--out", "killed")
+    run = Path(wait_until(lambda: list(project.folder.glob("killed/*"))[:1], what="the run's folder")[0])
+    for saved, ranks in ((1, 2), (2, 1)):
+        wait_until(lambda least=saved: len(steps_saved(run)) >= least, what="a checkpoint")
+        for member in command.members():
+            member.kill()
+        command.process.wait(10)
+        command.end()
+        command = project.start("resume", run, "--set", f"processes={ranks}")
+        wait_until(lambda: summary(run)["status"] == "running", what="a resumed run")
+    finished = command.wait()
+    assert finished.code == 0, finished.text
+    assert_same_end(run, reference)
+
+
 def test_sigkill_of_the_launcher_leaves_no_process_and_a_checkpoint(project: Project) -> None:
     config = project.config(task=task(sleep=0.1), **HARD)
     command = project.start("train", config)
