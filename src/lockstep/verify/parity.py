@@ -6,6 +6,7 @@ process writes what it computed into a folder; every rank compares its own parts
 
 from __future__ import annotations
 
+import importlib
 import math
 import pickle
 import sys
@@ -60,7 +61,10 @@ class ParityCase:
 
     @property
     def name(self) -> str:
-        return str(self.program if isinstance(self.program, Path) else self.program["parallelize"].__name__)
+        if isinstance(self.program, Path):
+            return str(self.program)
+        function = self.program["parallelize"]
+        return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """Returns the functions of the program; a file is imported for them, in the process that runs it."""
@@ -106,30 +110,24 @@ def check(cases: Sequence[ParityCase], limit: float = 300.0) -> list[ParityRepor
     reports: dict[int, ParityReport] = {}
     with tempfile.TemporaryDirectory(prefix="lockstep-parity-", ignore_cleanup_errors=True) as name:
         folder, began = Path(name), time.monotonic()
-        _launch(partial(_reference, list(cases), folder, limit), 1, "the reference (one process, not parallelised)")
+        work = partial(_in_process, "compute_reference", list(cases), folder, limit)
+        _launch(work, 1, "the reference (one process, without parallelize)")
         for count in sorted({each.processes for each in cases}):
             chosen = [number for number, each in enumerate(cases) if each.processes == count]
-            found = _launch(partial(_rank, {number: cases[number] for number in chosen}, folder, limit), count, "")
-            for index, number in enumerate(chosen):
-                case = cases[number]
-                seconds = time.monotonic() - began
+            mine, wait = {number: cases[number] for number in chosen}, min(limit, _COLLECTIVE_SECONDS)
+            found = _launch(partial(_in_process, "compare_with_reference", mine, folder, limit, wait), count)
+            seconds = time.monotonic() - began
+            for index, (number, case) in enumerate(mine.items()):
                 reports[number] = concluded(case.name, case.mesh, case.dtype, [each[index] for each in found], seconds)
     return [reports[number] for number in range(len(cases))]
 
 
-def _reference(cases: Sequence[ParityCase], folder: Path, limit: float) -> None:
-    from lockstep.verify.parity_rank import compute_reference
-
-    compute_reference(cases, folder, limit)
-
-
-def _rank(cases: Mapping[int, ParityCase], folder: Path, limit: float) -> Any:
-    from lockstep.verify.parity_rank import compare_with_reference
-
-    return compare_with_reference(cases, folder, limit, min(limit, _COLLECTIVE_SECONDS))
+def _in_process(function: str, *arguments: Any) -> Any:
+    """Imports torch in the started process alone."""
+    return getattr(importlib.import_module("lockstep.verify.parity_rank"), function)(*arguments)
 
 
-def _launch(function: Callable[[], Any], processes: int, what: str) -> list[Any]:
+def _launch(function: Callable[[], Any], processes: int, what: str = "") -> list[Any]:
     """Calls a function in so many processes of this host, and returns what each of them returned."""
     from lockstep.launchers.local import supervisor
     from lockstep.launchers.local.child import call_function

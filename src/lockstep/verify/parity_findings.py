@@ -6,13 +6,14 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+
+from lockstep.config.plain import finite
 
 AXES = tuple[str, ...]
 # In the order of a step: what differs in one of them is the reason of what follows.
-PHASES = ("outputs", "gradients", "weights", "buffers")
-_WHAT = {"outputs": "output", "gradients": "gradient", "weights": "weight", "buffers": "buffer"}
-_SHOWN = 8  # findings of one step
+PHASES = {"outputs": "output", "gradients": "gradient", "weights": "weight", "buffers": "buffer"}
+_SHOWN = 8
 
 
 @dataclass
@@ -21,14 +22,18 @@ class Difference:
 
     phase: str
     name: str
-    kind: str  # differs, zero, missing (no gradient), gone, new, shape
+    kind: str = "differs"  # or zero, missing (no gradient), stale (a buffer), gone, new, shape
     apart: float = math.inf  # relative to the largest value of the tensor
     factor: float | None = None  # where it is a multiple of the reference
-    probe: float = 0.0  # a random projection: ranks with the same part must have the same
-    part: tuple[tuple[int, ...], float] = ((), 0.0)  # which part of the tensor a rank has
-    text: str = ""
+    # Random projections of the reference and of what is here: ranks with the same part must have the same.
+    part: float = 0.0
+    probe: float = 0.0
     # Reductions that make it equal to the reference: sum or mean, over these axes, averaged over others by mistake.
     reductions: list[tuple[str, AXES, AXES]] = field(default_factory=list)
+
+    @property
+    def is_part_of_sum(self) -> bool:
+        return any(how == "sum" and not mixed for how, _, mixed in self.reductions)
 
 
 @dataclass
@@ -38,7 +43,8 @@ class RankFound:
     rank: int
     dp_rank: int
     places: Mapping[str, str]  # the class and line of every module
-    sources: Sequence[tuple[str, int, list[str]]]  # file, first line and text of parallelize and others
+    sources: Sequence[tuple[str, int, list[str]]]  # file, first line and text: loss, parallelize, after_backward
+    tied: Mapping[str, str]
     step: int = 0
     loss: float | None = None
     reference_loss: float | None = None
@@ -47,13 +53,18 @@ class RankFound:
     tolerance: float = 0.0
     differences: list[Difference] = field(default_factory=list)
     compared: dict[str, int] = field(default_factory=dict)
-    largest: tuple[float, str, str] = (0.0, "", "")
-    tied: Mapping[str, str] = field(default_factory=dict)
+    largest: float = 0.0
+
+    @property
+    def has_fault(self) -> bool:
+        """Modules inside of the model may return a part of a sum: they only show where a fault begins."""
+        outside = [each for each in self.differences if each.phase != "outputs" or each.name.startswith("|")]
+        return any(each.phase != "outputs" or not each.is_part_of_sum for each in outside)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that differs: `text` says all of it."""
+    """One thing that differs; `text` says all of it."""
 
     phase: str
     name: str
@@ -62,7 +73,7 @@ class Finding:
     ranks: tuple[int, ...]
     factor: float | None = None
     look_at: str = ""
-    also: tuple[str, ...] = ()  # other tensors with the same finding
+    also: tuple[str, ...] = ()  # other tensors of which the same is true
 
 
 @dataclass(frozen=True)
@@ -85,239 +96,192 @@ class ParityReport:
         return not self.findings
 
     def as_json(self) -> str:
-        return json.dumps({"agrees": self.agrees, **asdict(self), "text": str(self).splitlines()}, indent=2)
+        return json.dumps(finite({"agrees": self.agrees, **asdict(self), "text": str(self).splitlines()}), indent=2)
 
     def __str__(self) -> str:
         mesh = ",".join(f"{axis}={size}" for axis, size in self.mesh.items())
-        head = f"{self.program} on {mesh}: {math.prod(self.mesh.values())} gloo processes and one, {self.dtype}"
+        head = f"{self.program} on {mesh}: {math.prod(self.mesh.values())} gloo processes beside one, {self.dtype}"
         if self.agrees:
-            counts = ", ".join(f"{count} {phase}" for phase, count in self.compared.items())
+            counts = ", ".join(_count(count, PHASES[phase]) for phase, count in self.compared.items())
             return (
-                f"{head}\nall {self.steps} steps agree: {counts}; the largest difference is {self.largest:.1e} "
-                f"(tolerance {self.tolerance:g})"
+                f"{head}\nall {self.steps} steps agree (loss, {counts}): the largest difference is {self.largest:.1e}, "
+                f"tolerance {self.tolerance:g}"
             )
         lines = [head, f"step {self.steps} differs:" if self.steps else "the model differs before the first step:"]
         for each in self.findings[:_SHOWN]:
+            more = f" and {len(each.also) - 4} more" if len(each.also) > 4 else ""
             lines.append(f"  {each.text}")
-            if each.also:
-                rest = f" and {len(each.also) - 4} more" if len(each.also) > 4 else ""
-                lines.append(f"    the same: {', '.join(each.also[:4])}{rest}")
-            if each.look_at:
-                lines.append(f"    look at {each.look_at}")
+            lines += [f"    the same: {', '.join(each.also[:4])}{more}"] if each.also else []
+            lines += [f"    look at {each.look_at}"] if each.look_at else []
         if len(self.findings) > _SHOWN:
-            lines.append(f"  and {len(self.findings) - _SHOWN} more findings (--json has all)")
-        return "\n".join([*lines, *([self.note] if self.note else [])])
+            lines.append(f"  and {len(self.findings) - _SHOWN} more findings: --json has all")
+        return "\n".join([*lines, *filter(None, [self.note])])
 
 
 def losses_agree(losses: Sequence[tuple[int, float | None]], reference: float, tolerance: float) -> bool:
-    """Whether the losses of data ranks have the reference as their mean (or sum), and those of one data rank agree."""
-    by_rank: dict[int, list[float]] = {}
+    """Whether the mean (or sum) over data ranks is the reference, and ranks with the same rows have the same loss."""
+    by_rows: dict[int, float] = {}
+    near = tolerance * (abs(reference) or 1.0)
     for dp_rank, loss in losses:
-        by_rank.setdefault(dp_rank, []).append(math.nan if loss is None else loss)
-    scale = abs(reference) or 1.0
-    if any(not abs(each - values[0]) <= tolerance * scale for values in by_rank.values() for each in values):
-        return False
-    total = sum(values[0] for values in by_rank.values())
-    return any(abs(each - reference) <= tolerance * scale for each in (total / len(by_rank), total))
+        if loss is None or not abs(by_rows.setdefault(dp_rank, loss) - loss) <= near:
+            return False
+    total = sum(by_rows.values())
+    return any(abs(each - reference) <= near for each in (total / len(by_rows), total))
 
 
 def concluded(
     program: str, mesh: Mapping[str, int], dtype: str, ranks: Sequence[RankFound], seconds: float
 ) -> ParityReport:
-    first = ranks[0]
-    names: dict[tuple[str, str], dict[int, Difference]] = {}
-    for rank in ranks:
-        for each in rank.differences:
-            names.setdefault((each.phase, each.name), {})[rank.rank] = each
-    findings = _findings(names, mesh, ranks)
-    note = ""
-    if findings and first.draws:
-        note = "the step draws random numbers (dropout): ranks cannot draw the same. Check the model without them"
+    findings, first = _Judge(mesh, ranks).findings(), ranks[0]
+    note = "the step draws random numbers (dropout), which ranks cannot draw alike: check the model without them"
     return ParityReport(
         program, mesh, dtype, first.step, first.tolerance, findings, first.compared,
-        max(each.largest[0] for each in ranks), round(seconds, 2), note,
+        max(each.largest for each in ranks), round(seconds, 2), note if findings and first.draws else "",
     )  # fmt: skip
-
-
-def _findings(
-    names: Mapping[tuple[str, str], Mapping[int, Difference]], mesh: Mapping[str, int], ranks: Sequence[RankFound]
-) -> list[Finding]:
-    """Returns the findings of the first phase that differs, and a count of what follows from it."""
-    judge = _Judge(mesh, ranks)
-    outputs = [key for key in names if key[0] == "outputs"]
-    found = [judge.output(outputs[0][1], names[outputs[0]])] if outputs else []
-    if (loss := judge.loss()) is not None and not found:
-        found = [loss]
-    for phase in PHASES[1:]:
-        keys = [key for key in names if key[0] == phase]
-        if keys and not found:
-            scaled = judge.scaled_by_rank({key: names[key] for key in keys}) if phase == "gradients" else None
-            found = [scaled] if scaled else _grouped([judge.tensor(*key, names[key]) for key in keys])
-        elif keys and phase != "weights":
-            text = f"{len(keys)} {phase} differ too: look at them again when this is right"
-            found.append(Finding(phase, "", "follows", text, ()))
-    return found
-
-
-def _grouped(found: Sequence[Finding]) -> list[Finding]:
-    """Brings together findings that differ in their name alone."""
-    groups: dict[tuple[str, str], list[Finding]] = {}
-    for each in found:
-        groups.setdefault((each.kind, each.text.removeprefix(each.name)), []).append(each)
-    return [
-        Finding(**{**vars(first), "also": tuple(each.name for each in rest)}) for first, *rest in groups.values()
-    ]
 
 
 class _Judge:
     def __init__(self, mesh: Mapping[str, int], ranks: Sequence[RankFound]) -> None:
-        self._mesh, self._ranks, self._all = mesh, ranks, tuple(each.rank for each in ranks)
-        self._dp_size = len({each.dp_rank for each in ranks})
-        self._tolerance = ranks[0].tolerance
+        self._mesh, self._ranks, self._first = mesh, ranks, ranks[0]
+        self._found: dict[str, dict[str, dict[int, Difference]]] = {phase: {} for phase in PHASES}
+        for rank in ranks:
+            for each in rank.differences:
+                self._found[each.phase].setdefault(each.name, {})[rank.rank] = each
 
-    def output(self, key: str, by_rank: Mapping[int, Difference]) -> Finding:
+    def findings(self) -> list[Finding]:
+        """Returns all findings of what differs first, and counts what follows from it."""
+        loss = self._loss()
+        if loss is None and not any(each.has_fault for each in self._ranks):
+            return []
+        found = [self._output(name, each) for name, each in self._found["outputs"].items()
+                 if not all(one.is_part_of_sum for one in each.values())][:1]  # fmt: skip
+        found = found or ([loss] if loss else [])
+        for phase in ("gradients", "weights", "buffers"):
+            differing = self._found[phase]
+            if differing and not found:
+                found = _grouped([self._tensor(phase, name, each) for name, each in differing.items()])
+            elif differing and phase != "weights":
+                text = f"{_count(len(differing), PHASES[phase])} {'differ' if len(differing) > 1 else 'differs'} too: check again when this is right"
+                found.append(Finding(phase, "", "follows", text, ()))
+        return found
+
+    def _output(self, key: str, by_rank: Mapping[int, Difference]) -> Finding:
         name = key.split("|")[0]
-        first = next(iter(by_rank.values()))
-        factor = self._common_factor(by_rank)
-        how = f"is {factor:.2f} times the reference" if factor is not None else f"differs by {first.apart:.1e}"
-        what = name or "the model"
-        text = f"{what}: the first module whose output differs ({how} {self._who(by_rank)}); its inputs agree"
-        place = self._ranks[0].places.get(name, "")
-        line = self._line(name)
-        return Finding("outputs", name, "output", text, tuple(by_rank), factor, "; ".join(filter(None, (place, line))))
+        how, factor = self._how_much(by_rank)
+        text = f"{name or 'the model'}: the first module whose output differs; it {how} {self._who(by_rank)}"
+        place = "; ".join(filter(None, (self._first.places.get(name, ""), self._line(name))))
+        return Finding("outputs", name, "output", text, tuple(by_rank), factor, place)
 
-    def loss(self) -> Finding | None:
-        ranks, reference = self._ranks, self._ranks[0].reference_loss
-        losses = [(each.dp_rank, each.loss) for each in ranks]
-        if reference is None or losses_agree(losses, reference, self._tolerance):
+    def _loss(self) -> Finding | None:
+        first, reference, ranks = self._first, self._first.reference_loss, self._ranks
+        if reference is None or losses_agree([(each.dp_rank, each.loss) for each in ranks], reference, first.tolerance):
             return None
-        parts = ranks[0].reference_parts
-        own = [abs((each.loss or 0.0) - parts[each.dp_rank]) <= self._tolerance * abs(reference) for each in ranks] if parts else []
-        by_dp = {each.dp_rank: each.loss or 0.0 for each in ranks}
-        mean = sum(by_dp.values()) / len(by_dp)
-        if own and all(own):
-            text = (
-                f"loss: every rank has the loss of its own rows, and their mean, {mean:.6g}, is not that of the whole "
-                f"batch, {reference:.6g}: normalised by a local count (tokens)? Divide by the count of all data ranks, "
-                "and multiply by their number"
-            )
+        near = first.tolerance * (abs(reference) or 1.0)
+        losses = {each.rank: math.nan if each.loss is None else each.loss for each in ranks}
+        shown = ", ".join(f"{loss:.6g} on rank {rank}" for rank, loss in losses.items())
+        parts = first.reference_parts
+        kind, text = "differs", f"loss: {shown}, and {reference:.6g} in the reference, although all outputs agree"
+        if parts and all(abs(losses[each.rank] - parts[each.dp_rank]) <= near for each in ranks):
             kind = "local count"
-        elif any(each.loss != by_dp[each.dp_rank] for each in ranks):
-            shown = ", ".join(f"{each.loss:.6g} on rank {each.rank}" for each in ranks)
-            text, kind = f"loss: differs between ranks that have the same rows ({shown}); {reference:.6g} in the reference", "unequal"
-        else:
-            text, kind = f"loss: its mean over data ranks is {mean:.6g}, in the reference {reference:.6g}; all outputs agree", "differs"
-        file, line, _ = ranks[0].sources[-1]
-        return Finding("loss", "loss", kind, text, self._all, mean / reference if reference else None, f"{file}:{line}: loss")
+            text = (
+                f"loss: {shown}. Each is right for the rank's own rows, but their mean is not that of the whole batch, "
+                f"{reference:.6g}: normalised by a local count of tokens? Divide by that of all data ranks, times dp size"
+            )
+        file, line, lines = first.sources[0]
+        return Finding("loss", "loss", kind, text, tuple(losses), None, f"{file}:{line}: {lines[0].strip()}")
 
-    def scaled_by_rank(self, names: Mapping[tuple[str, str], Mapping[int, Difference]]) -> Finding | None:
-        """All gradients of a rank have one factor, but not that of other ranks: they were clipped by another norm."""
-        factors: dict[int, set[float]] = {}
-        for by_rank in names.values():
-            for rank, each in by_rank.items():
-                if each.part[0] and math.prod(each.part[0]) > 1:
-                    factors.setdefault(rank, set()).add(math.nan if each.factor is None else round(each.factor, 6))
-        if len(factors) != len(self._all) or any(len(each) > 1 for each in factors.values()):
-            return None
-        values = {rank: next(iter(each)) for rank, each in factors.items()}
-        if any(math.isnan(each) for each in values.values()) or len(set(values.values())) == 1:
-            return None
-        shown = ", ".join(f"{value:.3f} on rank {rank}" for rank, value in sorted(values.items()))
-        text = (
-            f"all gradients are scaled by a factor of the rank's own ({shown}): clipped by a norm over local shards? Sum "
-            "its squares over the ranks that have other parts"
-        )
-        return Finding("gradients", "", "local norm", text, self._all, None, self._line("", later=True))
-
-    def tensor(self, phase: str, name: str, by_rank: Mapping[int, Difference]) -> Finding:
-        kind, how = self._described(phase, name, by_rank)
-        factor = self._common_factor(by_rank)
+    def _tensor(self, phase: str, name: str, by_rank: Mapping[int, Difference]) -> Finding:
+        kind, how = self._described(PHASES[phase], name, by_rank)
+        factor = self._how_much(by_rank)[1]
         return Finding(phase, name, kind, f"{name}: {how}", tuple(sorted(by_rank)), factor, self._line(name))
 
-    def _described(self, phase: str, name: str, by_rank: Mapping[int, Difference]) -> tuple[str, str]:
-        kinds = {each.kind for each in by_rank.values()}
-        what, who = _WHAT[phase], self._who(by_rank)
-        first = next(iter(by_rank.values()))
-        tied = self._ranks[0].tied
-        if "new" in kinds:
-            tie = f": it is tied to {tied[name]} in the reference, and parallelize breaks the tie" if name in tied else ""
-            return "new", f"is a parameter after parallelize alone{tie}"
-        if "gone" in kinds:
-            return "gone", "is no parameter after parallelize"
-        if "shape" in kinds:
-            return "shape", f"{what} has the shape {first.text}, which no axis of the mesh explains"
-        if "missing" in kinds:
-            return "missing", f"has no gradient {who}: not reached by the backward pass"
-        if kinds == {"zero"}:
-            return "zero", f"{what} is zero {who}: not reached"
-        if (reduction := self._reduction(by_rank)) is not None:
-            return reduction
-        factor = self._common_factor(by_rank)
-        if factor is not None and len(by_rank) == len(self._all):
-            return "factor", f"{what} is {factor:.2f} times the reference {who}{self._reason(factor)}"
-        if unequal := self._unequal(by_rank):
+    def _described(self, what: str, name: str, by_rank: Mapping[int, Difference]) -> tuple[str, str]:
+        kinds, who = {each.kind for each in by_rank.values()}, self._who(by_rank)
+        tie = self._first.tied.get(name)
+        fixed = {
+            "new": f"{what} is there after parallelize alone{f': parallelize breaks its tie to {tie}' if tie else ''}",
+            "gone": f"{what} is not there after parallelize",
+            "shape": f"{what} has a shape {who} that no axis of the mesh explains",
+            "missing": f"has no gradient {who}: not reached",
+            "zero": f"{what} is zero {who}: not reached",
+            "stale": f"{what} is stale {who}: the step does not change it, and that of the reference does",
+        }
+        if len(kinds) == 1 and (kind := kinds.pop()) in fixed:
+            return kind, fixed[kind]
+        how, factor = self._how_much(by_rank)
+        everywhere = len(by_rank) == len(self._ranks)
+        if everywhere and (missing := self._missing_reduction(what, by_rank)) is not None:
+            return missing
+        factors = {rank: each.factor for rank, each in sorted(by_rank.items()) if each.factor is not None}
+        if factor is not None:
+            return "factor", f"{what} {how} {who}{self._reason(factor) if everywhere else ''}"
+        if len(factors) == len(self._ranks):
+            times = ", ".join(f"{value:.3f} times the reference on rank {rank}" for rank, value in factors.items())
+            return "local norm", f"{what} is {times}: scaled by a norm over local shards? Sum its squares over ranks"
+        if everywhere and (unequal := self._unequal(by_rank)):
             return "unequal", f"{what} differs between ranks that must be equal ({unequal})"
-        times = f"is {factor:.2f} times the reference" if factor is not None else f"differs by {first.apart:.1e}"
-        return "differs", f"{what} {times} {who}"
+        return "differs", f"{what} {how} {who}"
 
-    def _reduction(self, by_rank: Mapping[int, Difference]) -> tuple[str, str] | None:
-        """Names the reduction that is missing, where one makes the tensor equal on every rank."""
-        fitting = [set(each.reductions) for each in by_rank.values()]
-        common = [each for each in next(iter(by_rank.values())).reductions if all(each in some for some in fitting)]
-        if not common or len(by_rank) < len(self._all):
+    def _missing_reduction(self, what: str, by_rank: Mapping[int, Difference]) -> tuple[str, str] | None:
+        """Names the reduction that would make the tensor right on every rank."""
+        common = set.intersection(*(set(each.reductions) for each in by_rank.values()))
+        if not common:
             return None
-        how, axes, mixed = min(common, key=lambda each: (len(each[1]) + len(each[2]), each[0]))
-        over = " and ".join(axes)
-        wrong = f"is averaged over {' and '.join(mixed)}, along which ranks have different parts of it" if mixed else ""
-        if not axes:
-            return "wrong axis", wrong
-        verb = "summed" if how == "sum" else "averaged"
-        if wrong:
-            return "wrong axis", f"gradient {wrong}, and not {verb} over {over}"
-        return "not reduced", f"differs between ranks that must be equal: it is not {verb} over {over}"
+        how, axes, mixed = min(common, key=lambda each: (len(each[1]) + len(each[2]), each))
+        missing = f"not {'summed' if how == 'sum' else 'averaged'} over {' and '.join(axes)}" if axes else ""
+        if not mixed:
+            return "not reduced", f"{what} differs between ranks that must be equal: it is {missing}"
+        wrong = f"averaged over {' and '.join(mixed)}, where ranks have different parts of it"
+        return "wrong axis", f"{what} is {wrong}{f', and {missing}' if axes else ''}"
 
     def _unequal(self, by_rank: Mapping[int, Difference]) -> str:
-        """Names ranks that have the same part of the reference, and not the same tensor."""
-        if len(by_rank) < len(self._all):
-            return ""
-        seen: dict[tuple[tuple[int, ...], float], tuple[int, float]] = {}
+        seen: dict[float, tuple[int, float]] = {}
         for rank, each in sorted(by_rank.items()):
-            other, probe = seen.setdefault(each.part, (rank, each.probe))
-            if abs(probe - each.probe) > 100 * self._tolerance:
+            other, probe = seen.setdefault(round(each.part, 9), (rank, each.probe))
+            if abs(probe - each.probe) > 100 * self._first.tolerance:
                 return f"ranks {other} and {rank}"
         return ""
 
     def _reason(self, factor: float) -> str:
-        sizes = {axis: size for axis, size in self._mesh.items() if size > 1}
-        sizes |= {"all ranks": len(self._all)} if len(sizes) > 1 else {}
+        sizes = {axis: size for axis, size in self._mesh.items() if size > 1} | {"all ranks": len(self._ranks)}
         summed = [axis for axis, size in sizes.items() if math.isclose(factor, size, rel_tol=1e-4)]
         averaged = [axis for axis, size in sizes.items() if math.isclose(factor, 1 / size, rel_tol=1e-4)]
         if summed:
-            return f": a sum over {' or '.join(summed)} where a mean was meant? Divide by its size"
-        return f": a mean over {' or '.join(averaged)} where a sum was meant?" if averaged else ""
+            return f": a sum over {summed[0]} where a mean was meant? Divide by its size"
+        return f": a mean over {averaged[0]} where a sum was meant?" if averaged else ""
 
-    def _common_factor(self, by_rank: Mapping[int, Difference]) -> float | None:
-        factors = [each.factor for each in by_rank.values()]
-        if any(each is None for each in factors):
-            return None
-        values = [each for each in factors if each is not None]
-        return values[0] if all(math.isclose(each, values[0], rel_tol=1e-5) for each in values) else None
+    @staticmethod
+    def _how_much(by_rank: Mapping[int, Difference]) -> tuple[str, float | None]:
+        values = [each.factor for each in by_rank.values()]
+        first = values[0]
+        if first is not None and all(each is not None and math.isclose(each, first, rel_tol=1e-5) for each in values):
+            return f"is {first:.2f} times the reference", first
+        return f"differs by {max(each.apart for each in by_rank.values()):.1e}", None
 
     def _who(self, by_rank: Mapping[int, Difference]) -> str:
-        if len(by_rank) == len(self._all):
+        if len(by_rank) == len(self._ranks):
             return "on all ranks"
         return f"on rank{'s' if len(by_rank) > 1 else ''} {', '.join(map(str, sorted(by_rank)))} alone"
 
-    def _line(self, name: str, later: bool = False) -> str:
-        """Returns the line of parallelize (or what follows it) that names a module, else its first line."""
-        sources = [each for each in self._ranks[0].sources[:-1] if each[2]]
-        parts = [each for each in reversed(name.split(".")) if each and not each.isdigit()]
-        for part in parts:
+    def _line(self, name: str) -> str:
+        """Returns the line of parallelize or after_backward that names a module, else the first line of the last."""
+        sources = [each for each in self._first.sources[1:] if each[2]]
+        parts = sorted(reversed(name.split(".")), key=lambda each: each in ("weight", "bias"))
+        for part in (each for each in parts if each and not each.isdigit()):
             for file, first, lines in sources:
-                for number, line in enumerate(lines):
-                    if re.search(rf"\b{re.escape(part)}\b", line) and not line.strip().startswith(("def ", "#", '"""')):
-                        return f"{file}:{first + number}: {line.strip()}"
-        if not sources:
-            return ""
-        file, first, lines = sources[-1 if later else 0]
-        return f"{file}:{first}: {lines[0].strip()}"
+                for number, line in enumerate(lines[1:], start=first + 1):
+                    if re.search(rf"(?<![a-zA-Z]){re.escape(part)}(?![a-zA-Z])", line.partition("#")[0]):
+                        return f"{file}:{number}: {line.strip()}"
+        return f"{sources[-1][0]}:{sources[-1][1]}: {sources[-1][2][0].strip()}" if sources else ""
+
+
+def _grouped(found: Sequence[Finding]) -> list[Finding]:
+    """Brings together findings that differ in their name alone."""
+    groups: dict[str, list[Finding]] = {}
+    for each in found:
+        groups.setdefault(each.text.removeprefix(each.name), []).append(each)
+    return [replace(first, also=tuple(each.name for each in rest)) for first, *rest in groups.values()]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number > 1 else ''}"

@@ -9,12 +9,9 @@ import math
 import os
 import re
 import signal
-import sys
-import threading
-import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.distributed.watch.heartbeat import user_line
 from lockstep.errors import ConfigError, RankMissing, RankStalled
@@ -38,22 +35,21 @@ if TYPE_CHECKING:
     from lockstep.verify.parity import ParityCase
 
 _SEED = 20
-# Relative to the largest value of a tensor. Rounding of a small model is far below, faults are far above.
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+# Relative to the largest value of a tensor: rounding is far below, faults are far above.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 # A gradient that is zero but for rounding is compared with the largest of all gradients.
 _SMALLEST = 1e-6
-# Names that wrappers (DDP, torch.compile, activation checkpointing) put into those of modules.
+# What DDP, torch.compile and activation checkpointing put into the names of modules.
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}
-_EXPLAINED = 32  # tensors that are summed over axes, to see which reduction is missing
-_DATA_AXES = re.compile(r"data|replica|batch|fsdp|dp.*")
-_TIMED_OUT = ("timed out", "timeout")
+_DATA_AXIS = re.compile(r"data|replica|batch|fsdp|dp.*")
+_EXPLAINED = 32  # gradients that are reduced over axes, to see which reduction is missing
 
 
 def compute_reference(cases: Sequence[ParityCase], folder: Path, limit: float) -> None:
     """Takes the steps of every program in this process alone, and writes what it computed into the folder."""
     for number, case in enumerate(cases):
         with _limited(limit, f"the reference of {case.name}"), _precision(case.dtype):
-            run = _Steps(case, None)
+            run = _Training(case, None)
             torch.save(run.state(), folder / f"{number}-0.pt")
             for step in range(1, case.steps + 1):
                 batch = run.batch(step)
@@ -61,81 +57,79 @@ def compute_reference(cases: Sequence[ParityCase], folder: Path, limit: float) -
                 found = run.step(batch)
                 if not math.isfinite(found["loss"]):
                     raise ConfigError(f"{case.name}: the loss of the reference is {found['loss']} at step {step}")
-                torch.save({**found, "parts": parts, "random": run.draws}, folder / f"{number}-{step}.pt")
+                torch.save({**found, "parts": parts}, folder / f"{number}-{step}.pt")
 
 
-def compare_with_reference(
-    cases: Mapping[int, ParityCase], folder: Path, limit: float, collective: float
-) -> list[RankFound]:
-    """Takes the same steps on this rank, up to the first that differs anywhere."""
+def compare_with_reference(cases: Mapping[int, ParityCase], folder: Path, limit: float, wait: float) -> list[RankFound]:
+    """Takes the same steps on this rank, up to the first that differs on any."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank:
+        warnings.simplefilter("ignore")  # rank 0 shows them
     store = dist.FileStore(str(folder / f"store-{size}"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=collective))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=wait))
     found = []
     for number, case in cases.items():
-        with _limited(limit, f"rank {rank}"), _precision(case.dtype), _naming_waits(rank, collective):
-            found.append(_Comparison(case, folder, number, rank).run())
+        with _limited(limit, f"rank {rank}"), _naming_waits(rank, wait), _precision(case.dtype):
+            found.append(_Comparison(case, rank).run(folder, number))
     dist.destroy_process_group()
     return found
 
 
-class _Steps:
+class _Training:
     """A program and its model: plain without a mesh, else as its `parallelize` makes it."""
 
     def __init__(self, case: ParityCase, mesh: DeviceMesh | None) -> None:
-        self.case, self.mesh, self.program = case, mesh, case.functions()
+        self._case, self._mesh, self.program = case, mesh, case.functions()
         self._dtype = getattr(torch, case.dtype)
         torch.manual_seed(_SEED)
-        model = self.program["model"]()
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"{case.name}: model() returned a {type(model).__name__}, not a torch.nn.Module")
-        self.model = model._apply(lambda each: each.to(self._dtype) if each.is_floating_point() else each)
+        model = self._checked("model", self.program["model"]())
+        self.model = model._apply(self._cast)
         if mesh is not None:
-            placed = self.program["parallelize"](self.model, mesh)
-            if placed is not None and not isinstance(placed, nn.Module):
-                raise ConfigError(
-                    f"{case.name}: parallelize() returned a {type(placed).__name__}: return the model, or nothing "
-                    "where it was changed in place"
-                )
-            self.model = self.model if placed is None else placed
+            placed = self.program["parallelize"](model, mesh)
+            self.model = model if placed is None else self._checked("parallelize", placed)
         self.outputs = _Outputs(self.model)
-        make = self.program.get("optimizer", partial(_sgd))
-        self.optimizer = make(self.model)
-        self.draws = False  # whether a step moved torch's generator (dropout)
+        self._optimizer = self.program.get("optimizer", _sgd)(self.model)
+
+    def _checked(self, function: str, model: Any) -> nn.Module:
+        if isinstance(model, nn.Module) and not any("_flat_param" in name for name, _ in model.named_parameters()):
+            return model
+        what = "FullyShardedDataParallel (use fully_shard)" if isinstance(model, nn.Module) else type(model).__name__
+        raise ConfigError(f"{self._case.name}: {function}() must return a torch.nn.Module, and returned a {what}")
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
     def batch(self, step: int) -> Any:
         torch.manual_seed(_SEED + step)  # a batch of random numbers is the same on all ranks
-        batch = self.program["batch"](step)
-        return pytree.tree_map_only(Tensor, lambda each: each.to(self._dtype) if each.is_floating_point() else each, batch)
+        return tree_map_only(Tensor, self._cast, self.program["batch"](step))
 
     def step(self, batch: Any) -> dict[str, Any]:
         before = torch.get_rng_state()
         with self.outputs.recorded():
             loss = self.loss(batch)
-        self.draws = self.draws or not torch.equal(before, torch.get_rng_state())
+        draws = not torch.equal(before, torch.get_rng_state())
         loss.backward()
-        if "after_backward" in self.program:
-            self.program["after_backward"](self.model, self.mesh)
-        gradients = {name: each.grad for name, each in self._parameters()}
+        self.program.get("after_backward", lambda *_: None)(self.model, self._mesh)
+        gradients = {_clean(name): each.grad for name, each in self.model.named_parameters()}
         gradients = {name: None if each is None else each.detach().clone() for name, each in gradients.items()}
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        value = loss.full_tensor() if is_spread(loss) else loss
-        return {"loss": float(value.detach()), "outputs": self.outputs.seen, "gradients": gradients, **self.state()}
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        value = float((loss.full_tensor() if is_spread(loss) else loss).detach())
+        return {"loss": value, "draws": draws, "outputs": self.outputs.seen, "gradients": gradients, **self.state()}
 
     def loss(self, batch: Any) -> Tensor:
         loss = self.program["loss"](self.model, batch)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise ConfigError(f"{self.case.name}: loss() returned {what}, not one number in a tensor")
-        return loss
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            return loss
+        what = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ConfigError(f"{self._case.name}: loss() must return one number in a tensor, and returned a {what}")
 
     def losses_of_parts(self, batch: Any, count: int) -> list[float]:
-        """Returns what this model computes from each data rank's rows alone, to tell how the loss is a mean."""
+        """Returns the loss of each data rank's rows, to tell a loss that is no mean over rows."""
         if count == 1 or "shard_batch" in self.program:
             return []
         buffers = [each.clone() for each in self.model.buffers()]
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             losses = [float(self.loss(rows_of(batch, count, index))) for index in range(count)]
             for each, value in zip(self.model.buffers(), buffers, strict=True):
                 each.copy_(value)
@@ -143,21 +137,17 @@ class _Steps:
 
     def state(self) -> dict[str, Any]:
         for each in self.model.modules():
-            if hasattr(each, "reshard") and hasattr(each, "unshard"):
-                each.reshard()  # fully_shard: what is gathered now has neither gradients nor new weights
-        weights = {name: each.detach().clone() for name, each in self._parameters()}
-        buffers = {_clean(name): each.detach().clone() for name, each in self.model.named_buffers()}
-        tied: dict[str, str] = {}
-        first: dict[int, str] = {}
+            if hasattr(each, "unshard"):  # fully_shard: gathered parameters are not those that were trained
+                each.reshard()
+        names: dict[int, str] = {}
+        tied = {}
         for name, each in self.model.named_parameters(remove_duplicate=False):
-            tied[_clean(name)] = first.setdefault(id(each), _clean(name))
-        return {"weights": weights, "buffers": buffers, "tied": {a: b for a, b in tied.items() if a != b}}
-
-    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, each in self.model.named_parameters():
-            if "_flat_param" in name:
-                raise ConfigError(f"{self.case.name}: FullyShardedDataParallel flattens parameters: use fully_shard")
-            yield _clean(name), each
+            tied[_clean(name)] = names.setdefault(id(each), _clean(name))
+        return {
+            "weights": {_clean(name): each.detach().clone() for name, each in self.model.named_parameters()},
+            "buffers": {_clean(name): each.detach().clone() for name, each in self.model.named_buffers()},
+            "tied": {name: first for name, first in tied.items() if name != first},
+        }
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -165,263 +155,250 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class _Outputs:
-    """What modules return in a forward pass, in the order in which they end; by name, call and position."""
+    """What modules return in a forward pass, in the order in which they end: by name, call and position."""
 
     def __init__(self, model: nn.Module) -> None:
         self.seen: dict[str, Tensor] = {}
-        self.places: dict[str, str] = {}  # the class and line of each module
-        self._calls: dict[str, int] = {}
-        self._active = False
+        self.places: dict[str, str] = {}  # the class and line of every module
+        self._calls: dict[str, int] | None = None
         for name, module in model.named_modules():
             if not _WRAPPERS & module._modules.keys():
-                self.places[_clean(name)] = f"{type(module).__name__}.forward ({_line_of(type(module).forward)})"
+                file, line, _ = _source_of(type(module).forward)
+                self.places[_clean(name)] = f"{type(module).__name__}.forward ({file}:{line})"
                 module.register_forward_hook(partial(self._note, _clean(name)))
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """Not in the backward pass, where activation checkpointing calls modules again."""
-        self.seen, self._calls, self._active = {}, {}, True
+        """Records no backward pass, where activation checkpointing calls modules again."""
+        self.seen, self._calls = {}, {}
         yield
-        self._active = False
+        self._calls = None
 
     def _note(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if not self._active:
+        if self._calls is None:
             return
         call = self._calls[name] = self._calls.get(name, 0) + 1
-        for number, leaf in enumerate(pytree.tree_leaves(output)):
+        for number, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 self.seen[f"{name}|{call}|{number}"] = leaf.detach().clone()
 
 
-@dataclass
 class _Comparison:
-    case: ParityCase
-    folder: Path
-    number: int
-    rank: int
-    found: RankFound = field(init=False)
-
-    def run(self) -> RankFound:
+    def __init__(self, case: ParityCase, rank: int) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
-        self.grid = grid = _Grid(self.case.mesh, self.rank)
-        mesh = init_device_mesh("cpu", tuple(self.case.mesh.values()), mesh_dim_names=tuple(self.case.mesh))
-        run, self.mesh = _Steps(self.case, mesh), mesh
-        functions = [each for key in ("parallelize", "after_backward", "loss") if (each := run.program.get(key))]
-        self.found = RankFound(self.rank, grid.dp_rank, run.outputs.places, [_source_of(each) for each in functions])
-        before = torch.load(self.folder / f"{self.number}-0.pt")
-        self.found.tied = before["tied"]
-        if self._differs(0, before, run.state(), None):
-            return self.found
-        for step in range(1, self.case.steps + 1):
-            batch = run.batch(step)
-            own = run.program.get("shard_batch")
-            batch = own(batch, mesh) if own else rows_of(batch, grid.dp_size, grid.dp_rank)
-            expected = torch.load(self.folder / f"{self.number}-{step}.pt")
-            self.found.draws = self.found.draws or expected["random"]
-            if self._differs(step, expected, run.step(batch), expected["loss"]):
+        self._case, self._grid = case, _Grid(case.mesh, rank)
+        self._mesh = init_device_mesh("cpu", tuple(case.mesh.values()), mesh_dim_names=tuple(case.mesh))
+        self._run = run = _Training(case, self._mesh)
+        functions = [run.program.get(name) for name in ("loss", "parallelize", "after_backward")]
+        sources = [_source_of(each) for each in functions if each is not None]
+        self._found = RankFound(rank, self._grid.dp_rank, run.outputs.places, sources, {})
+        self._parts: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}  # what differs: here, in the reference
+        self._buffers: Mapping[str, Tensor] = {}  # before the step
+
+    def run(self, folder: Path, number: int) -> RankFound:
+        expected = torch.load(folder / f"{number}-0.pt")
+        self._found.tied = expected["tied"]
+        if self._differs(0, expected, self._run.state()):
+            return self._found
+        for step in range(1, self._case.steps + 1):
+            batch = self._run.batch(step)
+            if "shard_batch" in self._run.program:
+                batch = self._run.program["shard_batch"](batch, self._mesh)
+            else:
+                batch = rows_of(batch, self._grid.dp_size, self._grid.dp_rank)
+            if self._differs(step, torch.load(folder / f"{number}-{step}.pt"), self._run.step(batch)):
                 break
-        return self.found
+        return self._found
 
-    def _differs(self, step: int, expected: dict[str, Any], actual: dict[str, Any], loss: float | None) -> bool:
-        """Compares everything of a step; returns whether anything differs on any rank."""
-        found = self.found
-        found.step, found.loss, found.reference_loss = step, actual.get("loss"), loss
-        found.reference_parts = expected.get("parts", [])
-        seen = {each.dtype for key in ("outputs",) for side in (expected, actual) for each in side.get(key, {}).values()}
-        coarsest = max((_TOLERANCE.get(each, 1e-2) for each in seen), default=0.0)
-        allowed = max(_TOLERANCE[getattr(torch, self.case.dtype)], coarsest)
-        found.tolerance = self.case.tolerance or allowed
-        parts: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
-        for phase in PHASES:
-            if phase in expected:
-                found.differences += self._compare(phase, expected[phase], actual[phase], parts)
-        everyone: list[Any] = [None] * self.grid.world_size
-        shapes = {key: tuple(each.shape) for key, (each, _) in parts.items()}
-        dist.all_gather_object(everyone, (shapes, found.loss, found.dp_rank))
-        agrees = loss is None or losses_agree([(rank, value) for _, value, rank in everyone], loss, found.tolerance)
-        self._explain(parts, [each for each, _, _ in everyone])
-        return not agrees or any(each for each, _, _ in everyone)
+    def _differs(self, step: int, expected: dict[str, Any], actual: dict[str, Any]) -> bool:
+        """Compares everything of a step; returns whether anything is wrong on any rank."""
+        found, reference = self._found, expected.get("loss")
+        found.step, found.loss, found.reference_loss = step, actual.get("loss"), reference
+        found.reference_parts, found.draws = expected.get("parts", []), found.draws or expected.get("draws", False)
+        seen = {each.dtype for side in (expected, actual) for each in side.get("outputs", {}).values()}
+        allowed = max(_TOLERANCE.get(each, 1e-9) for each in (*seen, getattr(torch, self._case.dtype)))
+        found.tolerance, found.compared = self._case.tolerance or allowed, {}
+        found.differences = [
+            each for phase in PHASES if phase in expected for each in self._compare(phase, expected[phase], actual[phase])
+        ]
+        self._buffers = actual["buffers"]
+        self._explain(self._gather({key: tuple(each.shape) for key, (each, _) in self._parts.items()}))
+        everyone = self._gather((found.has_fault, found.dp_rank, found.loss))
+        agrees = reference is None or losses_agree([each[1:] for each in everyone], reference, found.tolerance)
+        return not agrees or any(has_fault for has_fault, _, _ in everyone)
 
-    def _compare(
-        self, phase: str, expected: Mapping[str, Any], actual: Mapping[str, Any], parts: dict[Any, Any]
-    ) -> Iterator[Difference]:
-        largest = max((float(each.abs().max()) for each in expected.values() if _has_values(each)), default=0.0)
-        floor = largest * _SMALLEST if phase == "gradients" else 1e-12
-        for name in {**expected, **(actual if phase != "outputs" else {})}:
-            if name not in actual or name not in expected:
-                if phase == "weights":
-                    yield Difference(phase, name, "gone" if name not in actual else "new")
-                continue
-            whole, mine = expected[name], actual[name]
-            if whole is None or (mine is None and not whole.any()):
-                continue
+    def _gather(self, mine: Any) -> list[Any]:
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        return everyone
+
+    def _compare(self, phase: str, expected: Mapping[str, Any], actual: Mapping[str, Any]) -> Iterator[Difference]:
+        values = {name: each for name, each in expected.items() if each is not None and each.numel()}
+        floor = _SMALLEST * max((_largest(each) for each in values.values()), default=0.0) if phase == "gradients" else 0.0
+        names = [name for name in {**expected, **actual} if name in expected and name in actual]
+        if phase == "weights":
+            yield from (Difference(phase, name, "gone") for name in expected if name not in actual)
+            yield from (Difference(phase, name, "new") for name in actual if name not in expected)
+        for name in (each for each in names if each in values):
+            whole, mine = values[name], actual[name]
             if mine is None:
-                yield Difference(phase, name, "missing")
+                yield from [Difference(phase, name, "missing")] if whole.any() else []
                 continue
-            scale = max(float(whole.abs().max()) if whole.numel() else 0.0, floor)
+            scale = max(_largest(whole), floor) or 1.0
             pairs = list(self._pairs(phase, whole, mine))
             if not pairs:
-                if phase != "outputs":
-                    shape = f"{tuple(mine.shape)} in place of {tuple(whole.shape)}"
-                    yield Difference(phase, name, "shape", text=shape)
+                yield from [Difference(phase, name, "shape")] if phase != "outputs" else []
                 continue
-            self.found.compared[phase] = self.found.compared.get(phase, 0) + 1
-            local, reference = min(pairs, key=lambda pair: _apart(*pair, 1.0))
+            local, reference = next((pair for pair in pairs if _apart(*pair, scale) <= self._found.tolerance), pairs[0])
             apart = _apart(local, reference, scale)
-            if apart > self.found.largest[0]:
-                self.found.largest = (apart, phase, name)
-            if not apart <= self.found.tolerance:
-                parts[phase, name] = local, reference
-                yield self._described(phase, name, apart, local, reference, scale)
+            self._found.compared[phase] = self._found.compared.get(phase, 0) + 1
+            if apart <= self._found.tolerance:
+                self._found.largest = max(self._found.largest, apart)
+            else:
+                self._parts[phase, name] = local, reference
+                is_stale = phase == "buffers" and name in self._buffers and torch.equal(mine, self._buffers[name])
+                kind = "stale" if is_stale else "differs" if local.any() else "zero"
+                yield self._described(Difference(phase, name, kind, apart), local, reference, scale)
 
-    def _described(
-        self, phase: str, name: str, apart: float, local: Tensor, reference: Tensor, scale: float
-    ) -> Difference:
-        factor, count = None, int((reference != 0).sum())
-        if count > 1:
-            value = float((local * reference).sum() / (reference * reference).sum())
+    def _described(self, found: Difference, local: Tensor, reference: Tensor, scale: float) -> Difference:
+        if int((reference != 0).sum()) > 1:
+            value = float((local * reference).sum() / reference.square().sum())
             rest = _apart(local, value * reference, scale)
-            factor = value if rest <= 10 * self.found.tolerance * max(abs(value), 1e-3) else None
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        probe = torch.randn(local.shape, generator=generator, dtype=torch.float64)
-        return Difference(
-            phase, name, "zero" if not local.any() else "differs", apart, factor,
-            probe=float((local * probe).sum()) / (scale * math.sqrt(local.numel())),
-            part=(tuple(local.shape), float((reference * probe).sum())),
-        )  # fmt: skip
+            found.factor = value if rest <= 10 * self._found.tolerance * max(abs(value), 1e-3) else None
+        generator = torch.Generator().manual_seed(zlib.crc32(found.name.encode()))
+        probe = torch.randn(local.shape, generator=generator, dtype=torch.float64) / (scale * math.sqrt(local.numel()))
+        found.part, found.probe = float((reference * probe).sum()), float((local * probe).sum())
+        return found
 
     def _pairs(self, phase: str, whole: Tensor, mine: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields this rank's part of a tensor beside what it may be in the reference."""
+        """Yields this rank's part of a tensor beside what it may be a part of in the reference."""
+        is_output = phase == "outputs"
         if not is_spread(mine):
-            for part in _parts(whole, tuple(mine.shape), self.grid.factors):
+            for part in _parts(whole, mine.shape, self._grid.factors, is_output):
                 yield mine.double(), part.double()
             return
         from torch.distributed.tensor import Partial, Replicate
 
-        if any(isinstance(each, Partial) for each in mine.placements):
-            if phase == "outputs":
-                return
-            placements = [Replicate() if isinstance(each, Partial) else each for each in mine.placements]
-            mine = mine.redistribute(placements=placements)
+        partial_sum = any(isinstance(each, Partial) for each in mine.placements)
+        if partial_sum and is_output:
+            return
+        if partial_sum:
+            mine = mine.redistribute(placements=[Replicate() if isinstance(each, Partial) else each for each in mine.placements])
         cut = slice_of(mine)
         assert cut is not None
         index = tuple(slice(begin, begin + size) for begin, size in zip(cut.offset, cut.tensor.shape, strict=True))
-        for part in _parts(whole, tuple(mine.shape), self.grid.factors[:1]):
+        for part in _parts(whole, mine.shape, self._grid.factors[:1], is_output):
             yield cut.tensor.double(), part[index].double()
 
-    def _explain(self, parts: dict[tuple[str, str], tuple[Tensor, Tensor]], shapes: list[dict[Any, Any]]) -> None:
-        """Finds the reduction over axes that would make a gradient that of the reference; all ranks take part."""
-        keys = [key for key in dict.fromkeys(itertools.chain(*shapes)) if key[0] in ("gradients", "buffers")]
-        keys = [key for key in keys if len({each.get(key) for each in shapes}) == 1][:_EXPLAINED]
-        described = {(each.phase, each.name): each for each in self.found.differences}
-        for key in keys:
-            local, reference = parts[key]
-            scale = float(reference.abs().max()) or 1.0
-            allowed = 10 * self.found.tolerance
+    def _explain(self, shapes: list[dict[tuple[str, str], tuple[int, ...]]]) -> None:
+        """Finds reductions over axes that make a tensor that of the reference; all ranks take part."""
+        keys = [key for key in dict.fromkeys(itertools.chain(*shapes)) if len({each.get(key) for each in shapes}) == 1]
+        others = [key for key in keys if key[0] in ("gradients", "buffers")][:_EXPLAINED]
+        described = {(each.phase, each.name): each for each in self._found.differences}
+        for key in (*(key for key in keys if key[0] == "outputs"), *others):
+            local, reference = self._parts[key]
+            scale, allowed = _largest(reference) or 1.0, 10 * self._found.tolerance
+            subsets = self._grid.others if key[0] == "outputs" else self._grid.subsets
             # What the reference is, and what it becomes where ranks with different parts of it are averaged.
-            wanted = {(): reference, **{axes: self._mean(reference, axes) for axes in _subsets(self.case.mesh)}}
+            wanted = {(): reference, **{axes: self._mean(reference, axes) for axes in subsets}}
             mixed = [each for each in wanted if not each or _apart(wanted[each], reference, scale) > allowed]
             for axes in wanted:
                 mean = self._mean(local, axes)
-                total = mean * math.prod(self.case.mesh[axis] for axis in axes)
-                for how, value in (("mean", mean), ("sum", total)):
+                for how, value in (("mean", mean), ("sum", mean * self._grid.size(axes))):
                     fitting = [each for each in mixed if _apart(value, wanted[each], scale) <= allowed]
                     described[key].reductions += [(how, axes, each) for each in fitting if axes or each]
 
     def _mean(self, tensor: Tensor, axes: AXES) -> Tensor:
         mean = tensor.clone()
         for axis in axes:
-            dist.all_reduce(mean, group=self.mesh.get_group(axis))
-            mean /= self.case.mesh[axis]
-        return mean
+            dist.all_reduce(mean, group=self._mesh.get_group(axis))
+        return mean / self._grid.size(axes)
 
 
 class _Grid:
     """Where a rank is on the mesh. Batches are cut along data axes: data, replica, batch, fsdp, dp..."""
 
     def __init__(self, mesh: Mapping[str, int], rank: int) -> None:
-        self.world_size = math.prod(mesh.values())
-        here, rest = {}, rank
+        self._mesh, here, rest = mesh, {}, rank
         for axis, size in reversed(mesh.items()):
             here[axis], rest = rest % size, rest // size
-        data = [axis for axis in mesh if _DATA_AXES.fullmatch(axis)]
-        self.dp_size, self.dp_rank = math.prod(mesh[axis] for axis in data), 0
+        data = tuple(axis for axis in mesh if _DATA_AXIS.fullmatch(axis))
+        self.dp_size, self.dp_rank = self.size(data), 0
         for axis in data:
             self.dp_rank = self.dp_rank * mesh[axis] + here[axis]
-        others = [(size, here[axis]) for axis, size in mesh.items() if axis not in data]
-        self.factors = [(self.dp_size, self.dp_rank), *others]
+        self.others: list[AXES] = [(axis,) for axis in mesh if axis not in data]
+        self.subsets: list[AXES] = [
+            axes for count in range(1, len(mesh) + 1) for axes in itertools.combinations(mesh, count)
+        ]
+        # Into how many parts tensors may be cut, and which of them this rank has.
+        self.factors = [(self.dp_size, self.dp_rank), *((mesh[axis], here[axis]) for (axis,) in self.others)]
+
+    def size(self, axes: AXES) -> int:
+        return math.prod(self._mesh[axis] for axis in axes)
 
 
 def rows_of(batch: Any, count: int, index: int) -> Any:
-    """Returns the rows of one data rank; every tensor with as many rows as the first is cut."""
-    tensors = [each for each in pytree.tree_leaves(batch) if isinstance(each, Tensor) and each.dim()]
-    if count == 1 or not tensors:
-        return batch
-    rows = tensors[0].shape[0]
-    if rows % count:
-        raise ConfigError(
-            f"batch(step) has {rows} rows, which {count} data-parallel ranks cannot have equal parts of: change the "
-            "batch or the mesh, or define shard_batch(batch, mesh)"
-        )
-    begin, length = index * rows // count, rows // count
-    cut = lambda each: each[begin : begin + length] if each.dim() and each.shape[0] == rows else each  # noqa: E731
-    return pytree.tree_map_only(Tensor, cut, batch)
+    """Returns the rows of one data rank: every tensor of the batch is cut along its first dimension."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        if not tensor.dim():
+            return tensor
+        length, left = divmod(tensor.shape[0], count)
+        if left:
+            raise ConfigError(
+                f"batch(step) has a tensor of {tensor.shape[0]} rows, which {count} data-parallel ranks cannot have "
+                "equal parts of: change the batch or the mesh, or define shard_batch(batch, mesh)"
+            )
+        return tensor.narrow(0, index * length, length)
+
+    return batch if count == 1 else tree_map_only(Tensor, cut, batch)
 
 
-def _parts(whole: Tensor, shape: tuple[int, ...], factors: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
-    """Yields parts of this shape: every axis of the mesh cuts one dimension, or none."""
-    if tuple(whole.shape) == shape:
-        yield whole
-    if tuple(whole.shape) == shape or whole.dim() != len(shape):
+def _parts(whole: Tensor, shape: Sequence[int], factors: Sequence[tuple[int, int]], rows: bool) -> Iterator[Tensor]:
+    """Yields parts of this shape: every factor cuts one dimension, or none; with `rows`, the first cuts rows rather."""
+    if whole.dim() != len(shape):
         return
-    for dimensions in itertools.product([None, *range(whole.dim())], repeat=len(factors)):
+    free: list[int | None] = [None, *range(whole.dim())]
+    first = sorted(free, key=lambda each: each != 0) if rows else free
+    for dimensions in itertools.product(first, *[free] * (len(factors) - 1)):
         part: Tensor | None = whole
         for dimension, (size, index) in zip(dimensions, factors, strict=True):
-            if dimension is not None and part is not None:
+            if part is not None and dimension is not None and size > 1:
                 length, left = divmod(part.shape[dimension], size)
                 part = None if left else part.narrow(dimension, index * length, length)
-        if part is not None and tuple(part.shape) == shape:
+        if part is not None and part.shape == shape:
             yield part
-
-
-def _subsets(mesh: Mapping[str, int]) -> list[AXES]:
-    axes = [axis for axis, size in mesh.items() if size > 1]
-    return [each for count in range(1, len(axes) + 1) for each in itertools.combinations(axes, count)]
+            if whole.shape == shape:
+                return
 
 
 def _apart(one: Tensor, other: Tensor, scale: float) -> float:
-    """Returns the largest difference, relative to a scale; infinite where one is not finite alone."""
-    if not one.numel():
-        return 0.0
-    apart = float((one - other).abs().max())
-    return math.inf if math.isnan(apart) else apart / (scale or 1.0)
+    """Returns the largest difference relative to a scale, infinite where it is not a number."""
+    apart = float((one - other).abs().max()) if one.numel() else 0.0
+    return apart / scale if math.isfinite(apart) else math.inf
 
 
-def _has_values(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.numel() > 0
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def _clean(name: str) -> str:
     return ".".join(each for each in name.split(".") if each not in _WRAPPERS)
 
 
-def _line_of(function: Callable[..., Any]) -> str:
-    code = inspect.unwrap(function).__code__ if hasattr(inspect.unwrap(function), "__code__") else None
-    return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else "built in"
-
-
 def _source_of(function: Callable[..., Any]) -> tuple[str, int, list[str]]:
-    """Returns file, first line and text of a function of the program."""
+    """Returns file, first line and text of a function."""
+    function = inspect.unwrap(function)
     try:
-        lines, first = inspect.getsourcelines(inspect.unwrap(function))
+        lines, first = inspect.getsourcelines(function)
+        return Path(inspect.getsourcefile(function) or "").name, first, lines
     except (OSError, TypeError):
-        return "", 0, []
-    return Path(inspect.getsourcefile(function) or "").name, first, lines
+        return getattr(function, "__module__", None) or "", 0, [getattr(function, "__name__", "")]
 
 
 class _KeepFloat64(TorchFunctionMode):
-    """Gives float64 to code that asks for float32 (`.float()` in a norm or a loss), which would round."""
+    """Gives float64 to code that asks for float32, such as `.float()` in a norm or a loss: it would round."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
@@ -433,44 +410,32 @@ class _KeepFloat64(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _precision(dtype: str) -> Iterator[None]:
-    before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
-    try:
-        with _KeepFloat64() if dtype == "float64" else contextlib.nullcontext():
-            yield
-    finally:
-        torch.set_default_dtype(before)
+    with _KeepFloat64() if dtype == "float64" else contextlib.nullcontext():
+        yield
 
 
 @contextlib.contextmanager
 def _limited(seconds: float, who: str) -> Iterator[None]:
-    """Ends work that takes too long with the line of user code that it is at."""
+    """Ends what takes too long, with the line of user code that it is at."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise RankStalled(f"{who} did not end within {seconds:g} s (--limit); it was at {user_line(frame)}")
+        raise RankStalled(f"{who} did not end within {seconds:g} s (--limit): it was at {user_line(frame)}")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    last = threading.Timer(seconds + 10, os._exit, (RankStalled.exit_code,))  # in code that no signal reaches
-    last.daemon = True
-    last.start()
+    signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        last.cancel()
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 @contextlib.contextmanager
 def _naming_waits(rank: int, seconds: float) -> Iterator[None]:
-    began = time.monotonic()
     try:
         yield
     except RuntimeError as error:
-        if not any(sign in str(error).lower() for sign in _TIMED_OUT) or time.monotonic() - began < seconds / 2:
+        if "timed out" not in str(error).lower():
             raise
-        trace = sys.exc_info()[2]
+        trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
         where = user_line(trace.tb_frame if trace else None)
