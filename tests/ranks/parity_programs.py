@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -97,7 +97,7 @@ def multiply(parameter: nn.Parameter, by: float) -> None:
 class Program:
     """A classifier; data parallel, unless a subclass says otherwise."""
 
-    mesh = {"data": 2}
+    mesh: ClassVar[dict[str, int]] = {"data": 2}
 
     def __init__(self, faulty: bool = False) -> None:
         self.faulty = faulty
@@ -204,7 +204,7 @@ class Block(nn.Module):
 
 
 class LocalNorm(Program):
-    mesh = {"model": 2}
+    mesh: ClassVar[dict[str, int]] = {"model": 2}
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), Block())
@@ -245,7 +245,7 @@ class Experts(nn.Module):
 
 
 class LocalRouter(Program):
-    mesh = {"model": 2}
+    mesh: ClassVar[dict[str, int]] = {"model": 2}
 
     def model(self) -> nn.Module:
         return Experts()
@@ -270,7 +270,7 @@ class SequenceNorm(nn.Module):
 
 
 class LocalSequenceNorm(Program):
-    mesh = {"model": 2}
+    mesh: ClassVar[dict[str, int]] = {"model": 2}
 
     def model(self) -> nn.Module:
         return SequenceNorm()
@@ -289,7 +289,7 @@ class LocalSequenceNorm(Program):
 
 
 class WrongAxis(LocalNorm):
-    mesh = {"data": 2, "model": 2}
+    mesh: ClassVar[dict[str, int]] = {"data": 2, "model": 2}
 
     def parallelize(self, model: nn.Module, mesh: Any) -> None:
         model[1].split(mesh.get_group("model"))
@@ -359,7 +359,7 @@ class OneRank(Program):
 class FullyShardedTensorParallel(Program):
     """As torchtitan does it: parallelize_module, activation checkpointing, fully_shard; and a `.float()`."""
 
-    mesh = {"data": 2, "model": 2}
+    mesh: ClassVar[dict[str, int]] = {"data": 2, "model": 2}
 
     def model(self) -> nn.Module:
         wide = 2 * WIDTH

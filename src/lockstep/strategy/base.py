@@ -29,6 +29,8 @@ from lockstep.strategy.parameters import (
 )
 from lockstep.strategy.placing import Initialise, initialise
 
+Parallelize = Callable[[nn.Module, Any], nn.Module | None]
+
 
 class Strategy(abc.ABC):
     """Places models, and owns what depends on that: gradients, state, and what ranks compare.
@@ -69,6 +71,9 @@ class Strategy(abc.ABC):
 
     def use_rules(self, rules: Mapping[str, ShardRule]) -> None:  # noqa: B027
         """Adds the sharding rules of the task; those of the config come before them."""
+
+    def use_parallelize(self, parallelize: Parallelize | None) -> None:  # noqa: B027
+        """Sets a user's function that splits models in place of the strategy, where that is a mesh of processes."""
 
     def check_precision(self, precision: str) -> None:  # noqa: B027
         """Refuses a precision that does not go with how the model is split."""

@@ -1,7 +1,7 @@
 """Parity of parallel code: one process computes the reference, N gloo processes the same batches in parallel.
 
-A program is four functions: `model()`, `batch(step)`, `loss(model, batch)` and `parallelize(model, mesh)`. The reference
-process writes what it computed into a folder; every rank compares its own parts with it and returns what differs.
+A program is four functions: `model()`, `batch(step)`, `loss(model, batch)` and `parallelize(model, mesh)`. The
+reference writes what it computed into a folder; every rank compares its own parts with it and returns what differs.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def check(cases: Sequence[ParityCase], limit: float = 300.0) -> list[ParityRepor
         _launch(work, 1, "the reference (one process, without parallelize)")
         for count in sorted({each.processes for each in cases}):
             chosen = [number for number, each in enumerate(cases) if each.processes == count]
-            mine, wait = {number: cases[number] for number in chosen}, min(limit, _COLLECTIVE_SECONDS)
+            mine, wait = {number: cases[number] for number in chosen}, min(limit / 2, _COLLECTIVE_SECONDS)
             found = _launch(partial(_in_process, "compare_with_reference", mine, folder, limit, wait), count)
             seconds = time.monotonic() - began
             for index, (number, case) in enumerate(mine.items()):

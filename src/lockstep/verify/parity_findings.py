@@ -25,9 +25,7 @@ class Difference:
     kind: str = "differs"  # or zero, missing (no gradient), stale (a buffer), gone, new, shape
     apart: float = math.inf  # relative to the largest value of the tensor
     factor: float | None = None  # where it is a multiple of the reference
-    # Random projections of the reference and of what is here: ranks with the same part must have the same.
-    part: float = 0.0
-    probe: float = 0.0
+    unequal: AXES = ()  # along which ranks differ that must be equal
     # Reductions that make it equal to the reference: sum or mean, over these axes, averaged over others by mistake.
     reductions: list[tuple[str, AXES, AXES]] = field(default_factory=list)
 
@@ -161,7 +159,7 @@ class _Judge:
             if differing and not found:
                 found = _grouped([self._tensor(phase, name, each) for name, each in differing.items()])
             elif differing and phase != "weights":
-                text = f"{_count(len(differing), PHASES[phase])} {'differ' if len(differing) > 1 else 'differs'} too: check again when this is right"
+                text = f"{_count(len(differing), PHASES[phase])} not right either: check again when this is"
                 found.append(Finding(phase, "", "follows", text, ()))
         return found
 
@@ -185,7 +183,8 @@ class _Judge:
             kind = "local count"
             text = (
                 f"loss: {shown}. Each is right for the rank's own rows, but their mean is not that of the whole batch, "
-                f"{reference:.6g}: normalised by a local count of tokens? Divide by that of all data ranks, times dp size"
+                f"{reference:.6g}: normalised by a local count of tokens? Divide by the count of all data ranks, and "
+                "multiply by their number"
             )
         file, line, lines = first.sources[0]
         return Finding("loss", "loss", kind, text, tuple(losses), None, f"{file}:{line}: {lines[0].strip()}")
@@ -218,8 +217,8 @@ class _Judge:
         if len(factors) == len(self._ranks):
             times = ", ".join(f"{value:.3f} times the reference on rank {rank}" for rank, value in factors.items())
             return "local norm", f"{what} is {times}: scaled by a norm over local shards? Sum its squares over ranks"
-        if everywhere and (unequal := self._unequal(by_rank)):
-            return "unequal", f"{what} differs between ranks that must be equal ({unequal})"
+        if unequal := next((each.unequal for each in by_rank.values() if each.unequal), None):
+            return "unequal", f"{what} differs between ranks that must be equal, along {' and '.join(unequal)}"
         return "differs", f"{what} {how} {who}"
 
     def _missing_reduction(self, what: str, by_rank: Mapping[int, Difference]) -> tuple[str, str] | None:
@@ -233,14 +232,6 @@ class _Judge:
             return "not reduced", f"{what} differs between ranks that must be equal: it is {missing}"
         wrong = f"averaged over {' and '.join(mixed)}, where ranks have different parts of it"
         return "wrong axis", f"{what} is {wrong}{f', and {missing}' if axes else ''}"
-
-    def _unequal(self, by_rank: Mapping[int, Difference]) -> str:
-        seen: dict[float, tuple[int, float]] = {}
-        for rank, each in sorted(by_rank.items()):
-            other, probe = seen.setdefault(round(each.part, 9), (rank, each.probe))
-            if abs(probe - each.probe) > 100 * self._first.tolerance:
-                return f"ranks {other} and {rank}"
-        return ""
 
     def _reason(self, factor: float) -> str:
         sizes = {axis: size for axis, size in self._mesh.items() if size > 1} | {"all ranks": len(self._ranks)}
@@ -266,8 +257,8 @@ class _Judge:
     def _line(self, name: str) -> str:
         """Returns the line of parallelize or after_backward that names a module, else the first line of the last."""
         sources = [each for each in self._first.sources[1:] if each[2]]
-        parts = sorted(reversed(name.split(".")), key=lambda each: each in ("weight", "bias"))
-        for part in (each for each in parts if each and not each.isdigit()):
+        *modules, last = name.split(".")
+        for part in (each for each in (*reversed(modules), last) if each and not each.isdigit()):
             for file, first, lines in sources:
                 for number, line in enumerate(lines[1:], start=first + 1):
                     if re.search(rf"(?<![a-zA-Z]){re.escape(part)}(?![a-zA-Z])", line.partition("#")[0]):

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import warnings
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -65,7 +64,7 @@ def compare_with_reference(cases: Mapping[int, ParityCase], folder: Path, limit:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank:
         warnings.simplefilter("ignore")  # rank 0 shows them
-    store = dist.FileStore(str(folder / f"store-{size}"), size)
+    store = torch._C._distributed_c10d.FileStore(str(folder / f"store-{size}"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=wait))
     found = []
     for number, case in cases.items():
@@ -83,7 +82,7 @@ class _Training:
         self._dtype = getattr(torch, case.dtype)
         torch.manual_seed(_SEED)
         model = self._checked("model", self.program["model"]())
-        self.model = model._apply(self._cast)
+        self.model = model._apply(self._cast)  # type: ignore[no-untyped-call]
         if mesh is not None:
             placed = self.program["parallelize"](model, mesh)
             self.model = model if placed is None else self._checked("parallelize", placed)
@@ -108,8 +107,9 @@ class _Training:
         with self.outputs.recorded():
             loss = self.loss(batch)
         draws = not torch.equal(before, torch.get_rng_state())
-        loss.backward()
-        self.program.get("after_backward", lambda *_: None)(self.model, self._mesh)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if "after_backward" in self.program:
+            self.program["after_backward"](self.model, self._mesh)
         gradients = {_clean(name): each.grad for name, each in self.model.named_parameters()}
         gradients = {name: None if each is None else each.detach().clone() for name, each in gradients.items()}
         self._optimizer.step()
@@ -220,7 +220,10 @@ class _Comparison:
         allowed = max(_TOLERANCE.get(each, 1e-9) for each in (*seen, getattr(torch, self._case.dtype)))
         found.tolerance, found.compared = self._case.tolerance or allowed, {}
         found.differences = [
-            each for phase in PHASES if phase in expected for each in self._compare(phase, expected[phase], actual[phase])
+            each
+            for phase in PHASES
+            if phase in expected
+            for each in self._compare(phase, expected[phase], actual[phase])
         ]
         self._buffers = actual["buffers"]
         self._explain(self._gather({key: tuple(each.shape) for key, (each, _) in self._parts.items()}))
@@ -235,13 +238,16 @@ class _Comparison:
 
     def _compare(self, phase: str, expected: Mapping[str, Any], actual: Mapping[str, Any]) -> Iterator[Difference]:
         values = {name: each for name, each in expected.items() if each is not None and each.numel()}
-        floor = _SMALLEST * max((_largest(each) for each in values.values()), default=0.0) if phase == "gradients" else 0.0
-        names = [name for name in {**expected, **actual} if name in expected and name in actual]
+        floor = (
+            _SMALLEST * max((_largest(each) for each in values.values()), default=0.0) if phase == "gradients" else 0.0
+        )
         if phase == "weights":
             yield from (Difference(phase, name, "gone") for name in expected if name not in actual)
             yield from (Difference(phase, name, "new") for name in actual if name not in expected)
-        for name in (each for each in names if each in values):
-            whole, mine = values[name], actual[name]
+        for name, whole in values.items():
+            if name not in actual:
+                continue
+            mine = actual[name]
             if mine is None:
                 yield from [Difference(phase, name, "missing")] if whole.any() else []
                 continue
@@ -259,17 +265,14 @@ class _Comparison:
                 self._parts[phase, name] = local, reference
                 is_stale = phase == "buffers" and name in self._buffers and torch.equal(mine, self._buffers[name])
                 kind = "stale" if is_stale else "differs" if local.any() else "zero"
-                yield self._described(Difference(phase, name, kind, apart), local, reference, scale)
+                yield Difference(phase, name, kind, apart, self._factor(local, reference, scale))
 
-    def _described(self, found: Difference, local: Tensor, reference: Tensor, scale: float) -> Difference:
-        if int((reference != 0).sum()) > 1:
-            value = float((local * reference).sum() / reference.square().sum())
-            rest = _apart(local, value * reference, scale)
-            found.factor = value if rest <= 10 * self._found.tolerance * max(abs(value), 1e-3) else None
-        generator = torch.Generator().manual_seed(zlib.crc32(found.name.encode()))
-        probe = torch.randn(local.shape, generator=generator, dtype=torch.float64) / (scale * math.sqrt(local.numel()))
-        found.part, found.probe = float((reference * probe).sum()), float((local * probe).sum())
-        return found
+    def _factor(self, local: Tensor, reference: Tensor, scale: float) -> float | None:
+        if int((reference != 0).sum()) < 2:
+            return None
+        factor = float((local * reference).sum() / reference.square().sum())
+        rest = _apart(local, factor * reference, scale)
+        return factor if rest <= 10 * self._found.tolerance * max(abs(factor), 1e-3) else None
 
     def _pairs(self, phase: str, whole: Tensor, mine: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields this rank's part of a tensor beside what it may be a part of in the reference."""
@@ -284,7 +287,9 @@ class _Comparison:
         if partial_sum and is_output:
             return
         if partial_sum:
-            mine = mine.redistribute(placements=[Replicate() if isinstance(each, Partial) else each for each in mine.placements])
+            mine = mine.redistribute(
+                placements=[Replicate() if isinstance(each, Partial) else each for each in mine.placements]
+            )
         cut = slice_of(mine)
         assert cut is not None
         index = tuple(slice(begin, begin + size) for begin, size in zip(cut.offset, cut.tensor.shape, strict=True))
@@ -305,6 +310,8 @@ class _Comparison:
             mixed = [each for each in wanted if not each or _apart(wanted[each], reference, scale) > allowed]
             for axes in wanted:
                 mean = self._mean(local, axes)
+                if axes not in mixed and _apart(mean, local, scale) > allowed:
+                    described[key].unequal = axes
                 for how, value in (("mean", mean), ("sum", mean * self._grid.size(axes))):
                     fitting = [each for each in mixed if _apart(value, wanted[each], scale) <= allowed]
                     described[key].reductions += [(how, axes, each) for each in fitting if axes or each]
@@ -321,7 +328,7 @@ class _Grid:
 
     def __init__(self, mesh: Mapping[str, int], rank: int) -> None:
         self._mesh, here, rest = mesh, {}, rank
-        for axis, size in reversed(mesh.items()):
+        for axis, size in reversed(list(mesh.items())):
             here[axis], rest = rest % size, rest // size
         data = tuple(axis for axis in mesh if _DATA_AXIS.fullmatch(axis))
         self.dp_size, self.dp_rank = self.size(data), 0

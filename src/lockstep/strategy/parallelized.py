@@ -1,0 +1,68 @@
+"""Models that a user's function splits (Task.parallelize): what it was given, and what it must leave."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lockstep.config.strategy import ShardRule
+from lockstep.config.strategy import Strategy as StrategySettings
+from lockstep.errors import ConfigError
+from lockstep.strategy.base import Parallelize
+from lockstep.strategy.slices import is_spread
+
+
+def name_of(function: Parallelize) -> str:
+    return str(getattr(function, "__qualname__", "parallelize"))
+
+
+def refuse_settings(settings: StrategySettings, rules: Mapping[str, ShardRule]) -> None:
+    """Refuses settings that say how Lockstep splits a model."""
+    given = {
+        "shard": settings.shard or rules,
+        "offload": settings.offload,
+        "param_dtype": settings.param_dtype != "float32",
+    }
+    for name in (name for name, value in given.items() if value):
+        raise ConfigError(
+            f"strategy.{name} is about how Lockstep splits a model, but this one is split by a parallelize: do it "
+            "there (fully_shard has offload_policy and mp_policy), and remove the setting"
+        )
+
+
+def apply(function: Parallelize, model: nn.Module, mesh: DeviceMesh) -> None:
+    placed = function(model, mesh)
+    if placed is not None and placed is not model:
+        raise ConfigError(
+            f"{name_of(function)} returned another module ({type(placed).__name__}): change the model in place, with "
+            "fully_shard rather than a wrapper, and return it or nothing"
+        )
+
+
+def check(
+    function: Parallelize, model: nn.Module, shapes: Mapping[str, tuple[int, ...]], over: Collection[int]
+) -> None:
+    """Refuses what could be neither averaged nor saved; `over` are the ranks that gradients are averaged over."""
+    now = dict(model.named_parameters())
+    for name in sorted(shapes.keys() ^ now.keys()):
+        raise _refused(
+            function, name, "is a new name" if name in now else "is gone",
+            "checkpoints go by names: use module.compile() in place of torch.compile, and keep ties",
+        )  # fmt: skip
+    for name, each in now.items():
+        if tuple(each.shape) != shapes[name]:
+            raise _refused(
+                function, name, f"has the shape {tuple(each.shape)} in place of {shapes[name]}",
+                "a part must be a DTensor (distribute_tensor, parallelize_module), or nobody knows which part it is",
+            )  # fmt: skip
+        if is_spread(each) and not set(over) <= set(each.device_mesh.mesh.flatten().tolist()):
+            raise _refused(
+                function, name, f"is on a mesh without the data axis ({each.device_mesh})",
+                "its gradient would be that of one rank: put it under fully_shard, too",
+            )  # fmt: skip
+
+
+def _refused(function: Parallelize, name: str, what: str, why: str) -> ConfigError:
+    return ConfigError(f"{name_of(function)}: {name} {what}: {why}")
