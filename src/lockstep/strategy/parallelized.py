@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,6 +13,8 @@ from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.errors import ConfigError
 from lockstep.strategy.base import Parallelize
 from lockstep.strategy.slices import is_spread
+
+_WRAPPER = "_checkpoint_wrapped_module."
 
 
 def name_of(function: Parallelize) -> str:
@@ -39,6 +42,19 @@ def apply(function: Parallelize, model: nn.Module, mesh: DeviceMesh) -> None:
             f"{name_of(function)} returned another module ({type(placed).__name__}): change the model in place, with "
             "fully_shard rather than a wrapper, and return it or nothing"
         )
+    _keep_names(model)
+
+
+def _keep_names(model: nn.Module) -> None:
+    """Gives parameters the names that they have in the state, which torch's checkpoint_wrapper is not part of."""
+    plain = model.named_parameters
+
+    def named(*arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, each in plain(*arguments, **options):
+            yield name.replace(_WRAPPER, ""), each
+
+    if any(_WRAPPER in name for name, _ in plain()):
+        model.named_parameters = named  # type: ignore[method-assign]
 
 
 def check(

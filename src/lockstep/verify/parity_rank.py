@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.distributed.watch.heartbeat import user_line
 from lockstep.errors import ConfigError, RankMissing, RankStalled
-from lockstep.strategy.slices import is_spread, slice_of
+from lockstep.strategy.slices import is_spread, local_part, slice_of
 from lockstep.verify.parity_findings import AXES, PHASES, Difference, RankFound, losses_agree
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ class _Comparison:
         found.reference_parts, found.draws = expected.get("parts", []), found.draws or expected.get("draws", False)
         seen = {each.dtype for side in (expected, actual) for each in side.get("outputs", {}).values()}
         allowed = max(_TOLERANCE.get(each, 1e-9) for each in (*seen, getattr(torch, self._case.dtype)))
-        found.tolerance, found.compared = self._case.tolerance or allowed, {}
+        found.tolerance, found.compared, self._parts = self._case.tolerance or allowed, {}, {}
         found.differences = [
             each
             for phase in PHASES
@@ -238,9 +238,7 @@ class _Comparison:
 
     def _compare(self, phase: str, expected: Mapping[str, Any], actual: Mapping[str, Any]) -> Iterator[Difference]:
         values = {name: each for name, each in expected.items() if each is not None and each.numel()}
-        floor = (
-            _SMALLEST * max((_largest(each) for each in values.values()), default=0.0) if phase == "gradients" else 0.0
-        )
+        floor = _SMALLEST * max(map(_largest, values.values()), default=0.0) if phase == "gradients" else 0.0
         if phase == "weights":
             yield from (Difference(phase, name, "gone") for name in expected if name not in actual)
             yield from (Difference(phase, name, "new") for name in actual if name not in expected)
@@ -263,7 +261,8 @@ class _Comparison:
                 self._found.largest = max(self._found.largest, apart)
             else:
                 self._parts[phase, name] = local, reference
-                is_stale = phase == "buffers" and name in self._buffers and torch.equal(mine, self._buffers[name])
+                before = self._buffers.get(name) if phase == "buffers" else None
+                is_stale = before is not None and torch.equal(local_part(before), local_part(mine))
                 kind = "stale" if is_stale else "differs" if local.any() else "zero"
                 yield Difference(phase, name, kind, apart, self._factor(local, reference, scale))
 
