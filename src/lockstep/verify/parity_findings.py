@@ -209,7 +209,7 @@ class _Judge:
             return kind, fixed[kind]
         how, factor = self._how_much(by_rank)
         everywhere = len(by_rank) == len(self._ranks)
-        if everywhere and (missing := self._missing_reduction(what, by_rank)) is not None:
+        if everywhere and factor is None and (missing := self._missing_reduction(what, by_rank)) is not None:
             return missing
         factors = {rank: each.factor for rank, each in sorted(by_rank.items()) if each.factor is not None}
         if factor is not None:

@@ -312,8 +312,9 @@ class _Comparison:
                 if axes not in mixed and _apart(mean, local, scale) > allowed:
                     described[key].unequal = axes
                 for how, value in (("mean", mean), ("sum", mean * self._grid.size(axes))):
-                    fitting = [each for each in mixed if _apart(value, wanted[each], scale) <= allowed]
-                    described[key].reductions += [(how, axes, each) for each in fitting if axes or each]
+                    apart = {each: _apart(value, wanted[each], scale) for each in mixed if not set(each) & set(axes)}
+                    fitting = [each for each in apart if apart[each] <= allowed and (axes or each)]
+                    described[key].reductions += [(how, axes, each) for each in fitting]
 
     def _mean(self, tensor: Tensor, axes: AXES) -> Tensor:
         mean = tensor.clone()
