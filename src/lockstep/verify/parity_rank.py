@@ -278,7 +278,7 @@ class _Comparison:
         is_output = phase == "outputs"
         if not is_spread(mine):
             for part in _parts(whole, mine.shape, self._grid.factors, is_output):
-                yield mine.double(), part.double()
+                yield _real(mine), _real(part)
             return
         from torch.distributed.tensor import Partial, Replicate
 
@@ -293,7 +293,7 @@ class _Comparison:
         assert cut is not None
         index = tuple(slice(begin, begin + size) for begin, size in zip(cut.offset, cut.tensor.shape, strict=True))
         for part in _parts(whole, mine.shape, self._grid.factors[:1], is_output):
-            yield cut.tensor.double(), part[index].double()
+            yield _real(cut.tensor), _real(part[index])
 
     def _explain(self, shapes: list[dict[tuple[str, str], tuple[int, ...]]]) -> None:
         """Finds reductions over axes that make a tensor that of the reference; all ranks take part."""
@@ -384,6 +384,10 @@ def _apart(one: Tensor, other: Tensor, scale: float) -> float:
     """Returns the largest difference relative to a scale, infinite where it is not a number."""
     apart = float((one - other).abs().max()) if one.numel() else 0.0
     return apart / scale if math.isfinite(apart) else math.inf
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
 
 
 def _largest(tensor: Tensor) -> float:
