@@ -25,8 +25,6 @@ def python_pages(package: Path) -> dict[str, str]:
     pages["python/ray.md"] = begins + "\n".join(parts)
     definition, sections = _find(package, "lockstep.testing", "assert_parity")
     begins = "# lockstep.testing\n\n[Is your parallel code right?](../parity.md) shows its use.\n\n## assert_parity"
-        "# lockstep.testing\n\n[Is your parallel code right?](../parity.md) shows how to use it.\n\n## assert_parity"
-    )
     pages["python/testing.md"] = f"{begins}\n\n{_described(definition, 'assert_parity', sections, level=3)}"
     return pages
 

@@ -26,8 +26,8 @@ def assert_parity(
     """Compares parallel code with one process, as `lockstep verify FILE.py` does; raises AssertionError with its text.
 
     The program is a file, or functions by name: `model`, `batch`, `loss`, `parallelize`, and optionally `optimizer`,
-    `after_backward` and `shard_batch` (docs/parity.md). They are called in other processes: define them in a module,
-    or install cloudpickle. `limit` is in seconds.
+    `after_backward` and `shard_batch` (docs/parity.md). Other processes call them: define them in a module, not inside
+    of other functions. `limit` is in seconds.
     """
     if (file is None) == (not functions):
         raise ConfigError("assert_parity: name a file, or give the functions model, batch, loss and parallelize")

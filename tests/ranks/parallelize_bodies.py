@@ -61,17 +61,3 @@ def continued(run: lockstep.Run, epochs: int, parallelize: Any = None) -> dict[s
             run.step()
         run.checkpoint()
     return {name: sharded_bodies.whole(each) for name, each in run.module.named_parameters()}
-
-
-class Task(lockstep.Task):
-    def model(self) -> nn.Module:
-        return sharded_bodies.Language()
-
-    def train_data(self) -> Any:
-        return sharded_bodies.sentences(16)
-
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        return lockstep.Mean(*sharded_bodies.token_loss(model, batch))
-
-    def parallelize(self, model: nn.Module, mesh: Any) -> nn.Module:
-        return like_torchtitan(model, mesh)

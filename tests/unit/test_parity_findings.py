@@ -70,7 +70,7 @@ def test_a_file_without_a_function_says_which(tmp_path: Path) -> None:
     file.write_text(
         "def model(): ...\ndef batch(step): ...\ndef losses(model, batch): ...\ndef parallelize(a, b): ...\n"
     )
-    with pytest.raises(ConfigError, match=r"there is no function loss\(model, batch\) \(did you mean losses\?\)"):
+    with pytest.raises(ConfigError, match=r"lacking_loss.py: there is no function loss\(model, batch\)\. A parity"):
         ParityCase(file, {"data": 2}).functions()
 
 

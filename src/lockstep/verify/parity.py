@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.plain import did_you_mean
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, WorkerFailed
 from lockstep.verify.parity_findings import ParityReport, concluded
 
@@ -73,19 +72,15 @@ class ParityCase:
         from lockstep.config.objects import import_object
 
         module = sys.modules[import_object(f"{self.program.resolve()}:__name__", str(self.program))]
-        found = {name: getattr(module, name, None) for name in (*NEEDED, *OPTIONAL)}
-        _check_functions(found, str(self.program), list(vars(module)))
-        return {name: each for name, each in found.items() if each is not None}
+        found = {name: vars(module)[name] for name in (*NEEDED, *OPTIONAL) if name in vars(module)}
+        _check_functions(found, str(self.program))
+        return found
 
 
-def _check_functions(found: Mapping[str, Any], where: str, names: Sequence[str] = ()) -> None:
-    for name, arguments in NEEDED.items():
-        if not callable(found.get(name)):
-            others = [each for each in names if not each.startswith("_") and each not in NEEDED]
-            near = did_you_mean(name, others) if others else ""
-            hint = f" ({near})" if near.startswith("did you mean") else ""
-            needed = ", ".join(f"{each}{call}" for each, call in NEEDED.items())
-            raise ConfigError(f"{where}: there is no function {name}{arguments}{hint}. A parity check needs {needed}")
+def _check_functions(found: Mapping[str, Any], where: str) -> None:
+    if missing := [f"{name}{arguments}" for name, arguments in NEEDED.items() if not callable(found.get(name))]:
+        needed = ", ".join(f"{name}{arguments}" for name, arguments in NEEDED.items())
+        raise ConfigError(f"{where}: there is no function {missing[0]}. A parity check needs {needed}")
 
 
 def parse_mesh(text: str | None, processes: int | None) -> dict[str, int]:
@@ -153,11 +148,6 @@ def _pickled(function: Callable[[], Any]) -> bytes:
     try:
         return pickle.dumps(function)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        try:
-            import cloudpickle
-        except ImportError:
-            raise ConfigError(
-                f"the program cannot be sent to the ranks ({error}): define its functions in a module, not inside of "
-                "another function, or install cloudpickle"
-            ) from None
-        return bytes(cloudpickle.dumps(function))
+        raise ConfigError(
+            f"the program cannot be sent to the ranks ({error}): define its functions in a module, not inside of others"
+        ) from None

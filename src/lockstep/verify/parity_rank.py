@@ -9,6 +9,7 @@ import math
 import os
 import re
 import signal
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -68,7 +69,7 @@ def compare_with_reference(cases: Mapping[int, ParityCase], folder: Path, limit:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=wait))
     found = []
     for number, case in cases.items():
-        with _limited(limit, f"rank {rank}"), _naming_waits(rank, wait), _precision(case.dtype):
+        with _limited(limit, f"rank {rank}", wait), _precision(case.dtype):
             found.append(_Comparison(case, rank).run(folder, number))
     dist.destroy_process_group()
     return found
@@ -219,12 +220,9 @@ class _Comparison:
         seen = {each.dtype for side in (expected, actual) for each in side.get("outputs", {}).values()}
         allowed = max(_TOLERANCE.get(each, 1e-9) for each in (*seen, getattr(torch, self._case.dtype)))
         found.tolerance, found.compared, self._parts = self._case.tolerance or allowed, {}, {}
-        found.differences = [
-            each
-            for phase in PHASES
-            if phase in expected
-            for each in self._compare(phase, expected[phase], actual[phase])
-        ]
+        found.differences = []
+        for phase in (each for each in PHASES if each in expected):
+            found.differences += self._compare(phase, expected[phase], actual[phase])
         self._buffers = actual["buffers"]
         self._explain(self._gather({key: tuple(each.shape) for key, (each, _) in self._parts.items()}))
         everyone = self._gather((found.has_fault, found.dp_rank, found.loss))
@@ -242,17 +240,12 @@ class _Comparison:
         if phase == "weights":
             yield from (Difference(phase, name, "gone") for name in expected if name not in actual)
             yield from (Difference(phase, name, "new") for name in actual if name not in expected)
-        for name, whole in values.items():
-            if name not in actual:
-                continue
-            mine = actual[name]
-            if mine is None:
-                yield from [Difference(phase, name, "missing")] if whole.any() else []
-                continue
-            scale = max(_largest(whole), floor) or 1.0
-            pairs = list(self._pairs(phase, whole, mine))
+        for name, whole in ((name, whole) for name, whole in values.items() if name in actual):
+            mine, scale = actual[name], max(_largest(whole), floor) or 1.0
+            pairs = [] if mine is None else list(self._pairs(phase, whole, mine))
             if not pairs:
-                yield from [Difference(phase, name, "shape")] if phase != "outputs" else []
+                if phase != "outputs" and (mine is not None or whole.any()):
+                    yield Difference(phase, name, "missing" if mine is None else "shape")
                 continue
             local, reference = next((pair for pair in pairs if _apart(*pair, scale) <= self._found.tolerance), pairs[0])
             apart = _apart(local, reference, scale)
@@ -282,13 +275,10 @@ class _Comparison:
             return
         from torch.distributed.tensor import Partial, Replicate
 
-        partial_sum = any(isinstance(each, Partial) for each in mine.placements)
-        if partial_sum and is_output:
+        reduced = [Replicate() if isinstance(each, Partial) else each for each in mine.placements]
+        if is_output and reduced != list(mine.placements):
             return
-        if partial_sum:
-            mine = mine.redistribute(
-                placements=[Replicate() if isinstance(each, Partial) else each for each in mine.placements]
-            )
+        mine = mine.redistribute(placements=reduced)
         cut = slice_of(mine)
         assert cut is not None
         index = tuple(slice(begin, begin + size) for begin, size in zip(cut.offset, cut.tensor.shape, strict=True))
@@ -427,29 +417,21 @@ def _precision(dtype: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _limited(seconds: float, who: str) -> Iterator[None]:
-    """Ends what takes too long, with the line of user code that it is at."""
+def _limited(seconds: float, who: str, wait: float = 0.0) -> Iterator[None]:
+    """Ends what takes too long, and names the line of user code where ranks wait for each other."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise RankStalled(f"{who} did not end within {seconds:g} s (--limit): it was at {user_line(frame)}")
 
     signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
-    yield
-    signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-@contextlib.contextmanager
-def _naming_waits(rank: int, seconds: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         if "timed out" not in str(error).lower():
             raise
-        trace = error.__traceback__
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        where = user_line(trace.tb_frame if trace else None)
-        raise RankMissing(
-            f"rank {rank} waited {seconds:g} s for other ranks at {where}: they did not call the same collective"
-        ) from None
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        where = f"at {user_line(frame)}: they did not call the same collective"
+        raise RankMissing(f"{who} waited {wait:g} s for other ranks {where}") from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
