@@ -23,11 +23,8 @@ def name_of(function: Parallelize) -> str:
 
 def refuse_settings(settings: StrategySettings, rules: Mapping[str, ShardRule]) -> None:
     """Refuses settings that say how Lockstep splits a model."""
-    given = {
-        "shard": settings.shard or rules,
-        "offload": settings.offload,
-        "param_dtype": settings.param_dtype != "float32",
-    }
+    casts = settings.param_dtype != "float32"
+    given = {"shard": settings.shard or rules, "offload": settings.offload, "param_dtype": casts}
     for name in (name for name, value in given.items() if value):
         raise ConfigError(
             f"strategy.{name} is about how Lockstep splits a model, but this one is split by a parallelize: do it "
@@ -61,24 +58,20 @@ def check(
     function: Parallelize, model: nn.Module, shapes: Mapping[str, tuple[int, ...]], over: Collection[int]
 ) -> None:
     """Refuses what could be neither averaged nor saved; `over` are the ranks that gradients are averaged over."""
-    now = dict(model.named_parameters())
+    now, who = dict(model.named_parameters()), name_of(function)
     for name in sorted(shapes.keys() ^ now.keys()):
-        raise _refused(
-            function, name, "is a new name" if name in now else "is gone",
-            "checkpoints go by names: use module.compile() in place of torch.compile, and keep ties",
-        )  # fmt: skip
+        raise ConfigError(
+            f"{who}: {name} is {'a new name' if name in now else 'gone'}, but checkpoints go by names: use "
+            "module.compile() in place of torch.compile, and keep weights tied"
+        )
     for name, each in now.items():
         if tuple(each.shape) != shapes[name]:
-            raise _refused(
-                function, name, f"has the shape {tuple(each.shape)} in place of {shapes[name]}",
-                "a part must be a DTensor (distribute_tensor, parallelize_module), or nobody knows which part it is",
-            )  # fmt: skip
+            raise ConfigError(
+                f"{who}: {name} has the shape {tuple(each.shape)} in place of {shapes[name]}: a part must be a DTensor "
+                "(distribute_tensor, parallelize_module), which knows where it belongs"
+            )
         if is_spread(each) and not set(over) <= set(each.device_mesh.mesh.flatten().tolist()):
-            raise _refused(
-                function, name, f"is on a mesh without the data axis ({each.device_mesh})",
-                "its gradient would be that of one rank: put it under fully_shard, too",
-            )  # fmt: skip
-
-
-def _refused(function: Parallelize, name: str, what: str, why: str) -> ConfigError:
-    return ConfigError(f"{name_of(function)}: {name} {what}: {why}")
+            raise ConfigError(
+                f"{who}: {name} is on a mesh without the data axis ({each.device_mesh}), so that its gradient would be "
+                "that of one rank: put it under fully_shard, too"
+            )
