@@ -29,9 +29,10 @@ from lockstep.errors import ConfigError
 from lockstep.evaluation.means import Mean, Measure
 from lockstep.record import samples
 from lockstep.runtime.base import seed_generators
-from lockstep.strategy.base import Parallelize, dp_rank_of
+from lockstep.strategy.base import dp_rank_of
 from lockstep.strategy.compiled import how_to_compile
 from lockstep.strategy.mesh import shard_rules
+from lockstep.strategy.placing import Parallelize
 
 Value = TypeVar("Value")
 

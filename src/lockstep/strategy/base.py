@@ -27,9 +27,7 @@ from lockstep.strategy.parameters import (
     to_device,
     values_of,
 )
-from lockstep.strategy.placing import Initialise, initialise
-
-Parallelize = Callable[[nn.Module, Any], nn.Module | None]
+from lockstep.strategy.placing import Initialise, Parallelize, initialise
 
 
 class Strategy(abc.ABC):
@@ -73,7 +71,7 @@ class Strategy(abc.ABC):
         """Adds the sharding rules of the task; those of the config come before them."""
 
     def use_parallelize(self, parallelize: Parallelize | None) -> None:  # noqa: B027
-        """Sets a user's function that splits models in place of the strategy, where that is a mesh of processes."""
+        """Sets a user's function that splits models in place of a strategy with a mesh of processes."""
 
     def check_precision(self, precision: str) -> None:  # noqa: B027
         """Refuses a precision that does not go with how the model is split."""

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lockstep.config.strategy import ShardRule
 from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.errors import ConfigError
-from lockstep.strategy.base import Parallelize
+from lockstep.strategy.placing import Parallelize
 from lockstep.strategy.slices import is_spread
 
 _WRAPPER = "_checkpoint_wrapped_module."

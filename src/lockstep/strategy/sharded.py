@@ -31,7 +31,7 @@ from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
 from lockstep.strategy import collectives, optimizer_step, parallelized, placing, tensor_parallel
 from lockstep.strategy import mesh as meshing
-from lockstep.strategy.base import Parallelize, Strategy
+from lockstep.strategy.base import Strategy
 from lockstep.strategy.blocks import find_blocks, without_views
 from lockstep.strategy.collectives import synchronise
 from lockstep.strategy.fsdp import BlockTracker, SecondBackward, let_methods_compute, param_groups
@@ -44,7 +44,7 @@ from lockstep.strategy.parameters import (
     named_parameters,
     require_memory,
 )
-from lockstep.strategy.placing import Initialise
+from lockstep.strategy.placing import Initialise, Parallelize
 from lockstep.strategy.slices import from_part, is_spread, load_module, load_optimizer, local_part, slice_of, take_part
 from lockstep.strategy.tensor_parallel import make_mesh
 

@@ -117,8 +117,7 @@ class Task(abc.ABC):
         return {}
 
     def parallelize(self, model: nn.Module, mesh: Any) -> nn.Module | None:
-        """Splits a model in place over a DeviceMesh, in place of Lockstep: parallelize_module, fully_shard and others,
-        under `strategy: fsdp`, `hsdp` and `tensor` on cpu and cuda. docs/sharding.md"""
+        """Splits a model over a DeviceMesh, in place of Lockstep: fully_shard, parallelize_module. docs/sharding.md"""
         raise NotImplementedError
 
     def init_weights(self, module: nn.Module) -> None:

@@ -52,12 +52,10 @@ def compute_reference(cases: Sequence[ParityCase], folder: Path, limit: float) -
             run = _Training(case, None)
             torch.save(run.state(), folder / f"{number}-0.pt")
             for step in range(1, case.steps + 1):
-                batch = run.batch(step)
-                parts = run.losses_of_parts(batch, _Grid(case.mesh, 0).dp_size)
-                found = run.step(batch)
+                found = run.step(run.batch(step))
                 if not math.isfinite(found["loss"]):
                     raise ConfigError(f"{case.name}: the loss of the reference is {found['loss']} at step {step}")
-                torch.save({**found, "parts": parts}, folder / f"{number}-{step}.pt")
+                torch.save(found, folder / f"{number}-{step}.pt")
 
 
 def compare_with_reference(cases: Mapping[int, ParityCase], folder: Path, limit: float, wait: float) -> list[RankFound]:
@@ -125,29 +123,16 @@ class _Training:
         what = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ConfigError(f"{self._case.name}: loss() must return one number in a tensor, and returned a {what}")
 
-    def losses_of_parts(self, batch: Any, count: int) -> list[float]:
-        """Returns the loss of each data rank's rows, to tell a loss that is no mean over rows."""
-        if count == 1 or "shard_batch" in self.program:
-            return []
-        buffers = [each.clone() for each in self.model.buffers()]
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            losses = [float(self.loss(rows_of(batch, count, index))) for index in range(count)]
-            for each, value in zip(self.model.buffers(), buffers, strict=True):
-                each.copy_(value)
-        return losses
-
     def state(self) -> dict[str, Any]:
         for each in self.model.modules():
             if hasattr(each, "unshard"):  # fully_shard: gathered parameters are not those that were trained
                 each.reshard()
-        names: dict[int, str] = {}
-        tied = {}
-        for name, each in self.model.named_parameters(remove_duplicate=False):
-            tied[_clean(name)] = names.setdefault(id(each), _clean(name))
+        first: dict[int, str] = {}
+        every = [(_clean(name), each) for name, each in self.model.named_parameters(remove_duplicate=False)]
         return {
             "weights": {_clean(name): each.detach().clone() for name, each in self.model.named_parameters()},
             "buffers": {_clean(name): each.detach().clone() for name, each in self.model.named_buffers()},
-            "tied": {name: first for name, first in tied.items() if name != first},
+            "tied": {name: first[id(each)] for name, each in every if first.setdefault(id(each), name) != name},
         }
 
 
@@ -216,7 +201,7 @@ class _Comparison:
         """Compares everything of a step; returns whether anything is wrong on any rank."""
         found, reference = self._found, expected.get("loss")
         found.step, found.loss, found.reference_loss = step, actual.get("loss"), reference
-        found.reference_parts, found.draws = expected.get("parts", []), found.draws or expected.get("draws", False)
+        found.draws = found.draws or expected.get("draws", False)
         seen = {each.dtype for side in (expected, actual) for each in side.get("outputs", {}).values()}
         allowed = max(_TOLERANCE.get(each, 1e-9) for each in (*seen, getattr(torch, self._case.dtype)))
         found.tolerance, found.compared, self._parts = self._case.tolerance or allowed, {}, {}
