@@ -176,7 +176,7 @@ class _Judge:
         shown = ", ".join(f"{math.nan if each.loss is None else each.loss:.6g} on rank {each.rank}" for each in ranks)
         text = (
             f"loss: {shown}, of which neither mean nor sum is the {reference:.6g} of the whole batch, though outputs "
-            "agree: normalised by a local count of tokens? Divide by that of all data ranks, and multiply by their number"
+            "agree: normalised by a local count of tokens? Divide by that of all data ranks, times their number"
         )
         file, line, lines = first.sources[0]
         where = f"{file}:{line}: {lines[0].strip()}"
