@@ -356,6 +356,13 @@ class OneRank(Program):
             model[2].bias.register_post_accumulate_grad_hook(partial(multiply, by=1.5))
 
 
+class OwnRows(Program):
+    """Every second row, which no module's output is compared with."""
+
+    def shard_batch(self, batch: Any, mesh: Any) -> Any:
+        return [each[mesh.get_local_rank("data") :: mesh["data"].size()] for each in batch]
+
+
 class FullyShardedTensorParallel(Program):
     """As torchtitan does it: parallelize_module, activation checkpointing, fully_shard; and a `.float()`."""
 

@@ -35,7 +35,7 @@ FAULTS = {
     "Unreached": ("gradients", "zero", r"0\.bias: gradient is zero on all ranks: not reached", r"model\[0\]\.bias"),
     "OneRank": ("gradients", "factor", r"2\.bias: gradient is 1\.50 times the reference on rank 1 alone", "bias"),
 }  # fmt: skip
-RIGHT = (*FAULTS, "FullyShardedTensorParallel")
+RIGHT = (*FAULTS, "FullyShardedTensorParallel", "OwnRows")
 
 
 def case(name: str, faulty: bool) -> ParityCase:
@@ -65,7 +65,8 @@ def test_a_fault_is_named(name: str, reports: dict[tuple[str, bool], ParityRepor
 def test_the_same_code_without_it_agrees(name: str, reports: dict[tuple[str, bool], ParityReport]) -> None:
     report = reports[name, False]
     assert report.agrees and 0 < report.largest < 1e-12 and report.steps == 2, report
-    assert report.compared["gradients"] == report.compared["weights"] > 0 and report.compared["outputs"] > 0
+    assert report.compared["gradients"] == report.compared["weights"] > 0
+    assert ("outputs" in report.compared) is (name != "OwnRows")
 
 
 def test_other_parameters_with_the_same_fault_are_with_it(reports: dict[tuple[str, bool], ParityReport]) -> None:
