@@ -58,7 +58,8 @@ def test_a_checkpoint_is_resumed_with_it_and_without_it(tmp_path: Path) -> None:
     [
         ("a_wrapper", {}, r"a_wrapper returned another module \(DistributedDataParallel\).*fully_shard"),
         ("a_plain_part", {}, r"a_plain_part: odd has the shape \(3, 5\) in place of \(7, 5\).*DTensor"),
-        ("compiled", {}, r"compiled: layers\.0\..* checkpoints go by names: use module.compile\(\)"),
+        pytest.param("compiled", {}, r"compiled: layers\.0\..* checkpoints go by names: use module.compile\(\)",
+                     marks=pytest.mark.long),
         ("without_the_data_axis", {"mesh": {"data": 2, "model": 1}},
          r"layers\.0\.up\.weight is on a mesh without the data axis"),
         ("like_torchtitan", {"shard": {"odd": ["data", None]}}, r"strategy\.shard is about how Lockstep splits"),
