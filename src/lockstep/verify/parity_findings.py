@@ -255,8 +255,8 @@ class _Judge:
             for file, first, lines in sources:
                 for number, line in enumerate(lines[1:], start=first + 1):
                     if re.search(rf"(?<![a-zA-Z]){re.escape(part)}(?![a-zA-Z])", line.partition("#")[0]):
-                        return f"{file}:{number}: {line.strip()}"
-        return f"{sources[-1][0]}:{sources[-1][1]}: {sources[-1][2][0].strip()}" if sources else ""
+                        return f"{file}:{number}: {line.partition('#')[0].strip()}"
+        return f"{sources[-1][0]}:{sources[-1][1]}: {sources[-1][2][0].partition('#')[0].strip()}" if sources else ""
 
 
 def _grouped(found: Sequence[Finding]) -> list[Finding]:
