@@ -23,6 +23,9 @@ def python_pages(package: Path) -> dict[str, str]:
         parts.append(f"## {name}\n\n{_described(definition, name, sections, level=3)}")
     begins = "# lockstep.ray\n\nThese need the extra `ray`; [Inside Ray Train](../ray.md) shows how to use them.\n\n"
     pages["python/ray.md"] = begins + "\n".join(parts)
+    definition, sections = _find(package, "lockstep.testing", "assert_parity")
+    begins = "# lockstep.testing\n\n[Is your parallel code right?](../parity.md) shows its use.\n\n## assert_parity"
+    pages["python/testing.md"] = f"{begins}\n\n{_described(definition, 'assert_parity', sections, level=3)}"
     return pages
 
 

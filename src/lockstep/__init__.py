@@ -49,7 +49,7 @@ _HOMES = {
     "launch": "lockstep.launchers.launch",
     "train": "lockstep.launchers.train",
 }
-_PACKAGES = ("nn", "ray")
+_PACKAGES = ("nn", "ray", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -137,7 +137,7 @@ def test_the_reference_has_every_command_key_and_public_name(site: Path, html: d
     keys = re.findall(r"^\| `([\w.\[\]]+)` \|", (ROOT / "docs" / "config.md").read_text(), re.M)
     assert {key.replace("[]", "") for key in keys} <= html[site / "config.html"].ids
     public = {name for name in lockstep.__all__ if not name.startswith("_")}
-    assert {path.stem for path in (site / "python").glob("*.html")} == {*public, "ray"}
+    assert {path.stem for path in (site / "python").glob("*.html")} == {*public, "ray", "testing"}
     tree = ast.parse((ROOT / "src" / "lockstep" / "engine" / "run.py").read_text())
     (run,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Run"]
     methods = {each.name for each in run.body if isinstance(each, ast.FunctionDef) and not each.name.startswith("_")}

@@ -80,14 +80,14 @@ def put_together(tensor: Tensor) -> Tensor:
     return found
 
 
-def trained(run: lockstep.Run, precision: str = "float32") -> dict[str, Any]:
+def trained(run: lockstep.Run, precision: str = "float32", parallelize: Any = None) -> dict[str, Any]:
     """Two epochs with short batches, in parts, by tokens, clipped, in two groups of parameters; then measured."""
     model = run._engine.build(Language)
     names = dict(model.named_parameters())
     decayed = [each for each in names.values() if each.dim() > 1 and each.requires_grad]
     rest = [each for each in names.values() if each.dim() < 2 and each.requires_grad]
     optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest}], lr=1e-2)
-    model, optimizer = run.setup(model, optimizer, clip_norm=0.5, precision=precision)
+    model, optimizer = run.setup(model, optimizer, clip_norm=0.5, precision=precision, parallelize=parallelize)
     first = {name: whole(each) for name, each in run.module.named_parameters()}
     data, losses = sentences(), []
     for _ in range(2):

@@ -139,7 +139,7 @@ def test_every_public_name_is_there_and_no_other() -> None:
     assert all(getattr(package, name) is not None for name in package.__all__)
     assert {"Mean", "Run", "Task", "launch", "train"} <= set(package.__all__)
     assert [name for name in dir(package) if not name.startswith("_")] == sorted(
-        {*package.__all__, "nn", "ray"} - {VERSION}
+        {*package.__all__, "nn", "ray", "testing"} - {VERSION}
     )
     with pytest.raises(AttributeError, match="has no attribute 'Trainer'"):
         package.Trainer  # noqa: B018

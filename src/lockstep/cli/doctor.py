@@ -100,9 +100,13 @@ def _pod_of(asked: str, overrides: tuple[str, ...]) -> Pod:
 
 
 @click.command(
-    epilog=examples("lockstep verify config.yaml", "lockstep verify config.yaml --only 'cpu-*' --steps 3 --json")
+    epilog=examples(
+        "lockstep verify config.yaml",
+        "lockstep verify config.yaml --only 'cpu-*' --steps 3 --json",
+        "lockstep verify parallel.py --mesh data=2,model=2",
+    )
 )
-@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("config", type=click.Path(path_type=Path), metavar="CONFIG|FILE.py")
 @click.option("--steps", type=click.IntRange(min=2), default=5, help="Steps to train on each (default: 5).")
 @SET
 @click.option("--only", multiple=True, metavar="NAME", help="Compare only these; cpu-* means all that begin so.")
@@ -113,11 +117,18 @@ def _pod_of(asked: str, overrides: tuple[str, ...]) -> Pod:
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Keep the runs in this new folder.")
 @click.option("--json", "form", flag_value="json", help="Print a JSON object.")
 @click.option("--markdown", "form", flag_value="markdown", help="Print the table in Markdown.")
+@click.option("--mesh", metavar="AXIS=N,...", help="FILE.py: the mesh that parallelize is given (default: data=2).")
+@click.option("--processes", type=click.IntRange(min=2), default=None, help="FILE.py: the mesh data=N.")
+@click.option("--dtype", type=click.Choice(["float64", "float32", "bfloat16"]), help="FILE.py (default: float64).")
 def verify(
     config: Path, steps: int, overrides: tuple[str, ...], only: tuple[str, ...], require: tuple[str, ...],
     tolerance: float | None, limit: float, no_resume: bool, out: Path | None, form: str | None,
+    mesh: str | None, processes: int | None, dtype: str | None,
 ) -> None:  # fmt: skip
-    """Train CONFIG for a few steps in every way that works here, and say whether all give the same losses."""
+    """Train CONFIG for a few steps in every way that works here, and say whether all give the same losses.
+
+    Or compare what the parallelize function of FILE.py makes of its model with the model itself (docs/parity.md).
+    """
     from lockstep.distributed.topology import launched
     from lockstep.verify import report
     from lockstep.verify.examine import examine, work_folder
@@ -126,6 +137,18 @@ def verify(
     if launched(os.environ):
         raise ConfigError("lockstep verify starts all processes itself: run it by itself, not under a launcher")
     say_whose_code(config)
+    is_program = config.suffix == ".py"
+    of_configs = {"--set": overrides, "--only": only, "--require": require, "--no-resume": no_resume, "--out": out}
+    of_programs = {"--mesh": mesh, "--processes": processes, "--dtype": dtype}
+    if wrong := [option for option, given in (of_configs if is_program else of_programs).items() if given]:
+        raise click.UsageError(f"{wrong[0]} is for a {'config' if is_program else 'FILE.py'}, and not for {config}")
+    if is_program:
+        from lockstep.verify.parity import ParityCase, check, parse_mesh
+
+        case = ParityCase(config, parse_mesh(mesh, processes), steps, dtype or "float64", tolerance)
+        (parity,) = check([case], limit)
+        click.echo(visible(parity.as_json() if form == "json" else str(parity)))
+        sys.exit(0 if parity.agrees else 1)
     asked = Asked(config, steps, overrides, only, require, tolerance, limit, not no_resume)
     try:
         with work_folder(out) as (folder, ending):

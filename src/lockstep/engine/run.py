@@ -32,6 +32,7 @@ from lockstep.runtime.base import seed_generators
 from lockstep.strategy.base import dp_rank_of
 from lockstep.strategy.compiled import how_to_compile
 from lockstep.strategy.mesh import shard_rules
+from lockstep.strategy.placing import Parallelize
 
 Value = TypeVar("Value")
 
@@ -172,6 +173,7 @@ class Run:
         on_nan: str = "stop",
         ema: float | Mapping[str, Any] | Ema | None = None,
         shard: Mapping[str, Any] | None = None,
+        parallelize: Parallelize | None = None,
         init_weights: Callable[[nn.Module], object] | None = None,
         init_from: Given | None = None,
     ) -> Any:
@@ -179,8 +181,9 @@ class Run:
 
         Called once for every model; with several, each has a `name`. `on_nan="skip"` leaves the weights as they are
         after a step whose gradients are not finite. `shard` has sharding rules for SPMD, after those of
-        `strategy.shard`. `init_weights(module)` gives values to the parameters of a model that was made on the meta
-        device, in place of `reset_parameters`. The others are as in the config's `train`, `init_from` as there.
+        `strategy.shard`; `parallelize(model, mesh)` splits a model in place of Lockstep. `init_weights(module)` gives
+        values to the parameters of a model that was made on the meta device, in place of `reset_parameters`. The others
+        are as in the config's `train`, `init_from` as there.
         """
         engine = self._engine
         chosen, first = engine.models.free_name(name), not engine.models.entries
@@ -195,6 +198,7 @@ class Run:
         skips = on_nan == "skip"
         engine.aggregator.forgive_nan = engine.aggregator.forgive_nan or skips
         engine.strategy.use_rules(shard_rules(shard or {}))
+        engine.strategy.use_parallelize(parallelize)
         placed, frozen = engine.model_setup.place(
             model, optimizer, how_to_compile(compile), activation_checkpointing, init_weights, init_from, precision
         )

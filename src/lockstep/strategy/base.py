@@ -27,7 +27,7 @@ from lockstep.strategy.parameters import (
     to_device,
     values_of,
 )
-from lockstep.strategy.placing import Initialise, initialise
+from lockstep.strategy.placing import Initialise, Parallelize, initialise
 
 
 class Strategy(abc.ABC):
@@ -69,6 +69,9 @@ class Strategy(abc.ABC):
 
     def use_rules(self, rules: Mapping[str, ShardRule]) -> None:  # noqa: B027
         """Adds the sharding rules of the task; those of the config come before them."""
+
+    def use_parallelize(self, parallelize: Parallelize | None) -> None:  # noqa: B027
+        """Sets a user's function that splits models in place of a strategy with a mesh of processes."""
 
     def check_precision(self, precision: str) -> None:  # noqa: B027
         """Refuses a precision that does not go with how the model is split."""

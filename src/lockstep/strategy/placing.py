@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from lockstep.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 Initialise = Callable[[nn.Module], object]
+Parallelize = Callable[[nn.Module, Any], nn.Module | None]
 
 _STREAM = 4  # of random numbers; data/permutation.py and data/seeding.py have the others
 

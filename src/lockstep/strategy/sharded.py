@@ -29,7 +29,7 @@ from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
-from lockstep.strategy import collectives, optimizer_step, placing, tensor_parallel
+from lockstep.strategy import collectives, optimizer_step, parallelized, placing, tensor_parallel
 from lockstep.strategy import mesh as meshing
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.blocks import find_blocks, without_views
@@ -44,8 +44,8 @@ from lockstep.strategy.parameters import (
     named_parameters,
     require_memory,
 )
-from lockstep.strategy.placing import Initialise
-from lockstep.strategy.slices import from_part, load_module, load_optimizer, local_part, slice_of, take_part
+from lockstep.strategy.placing import Initialise, Parallelize
+from lockstep.strategy.slices import from_part, is_spread, load_module, load_optimizer, local_part, slice_of, take_part
 from lockstep.strategy.tensor_parallel import make_mesh
 
 logger = logging.getLogger(__name__)
@@ -87,6 +87,7 @@ class ShardedStrategy(Strategy):
         self._seed = 0
         self._holders: dict[int, int] = {}  # by the identity of a parameter
         self._init_weights: Initialise | None = None
+        self._parallelize: Parallelize | None = None
         self._tracker = BlockTracker()
         group.activity.locate = self._tracker.locate
 
@@ -98,6 +99,11 @@ class ShardedStrategy(Strategy):
 
     def use_rules(self, rules: Mapping[str, ShardRule]) -> None:
         self._rules = meshing.with_rules_of_code(self._settings.shard, rules, self._shapes)
+
+    def use_parallelize(self, parallelize: Parallelize | None) -> None:
+        if parallelize is not None:
+            parallelized.refuse_settings(self._settings, self._rules)
+        self._parallelize = parallelize
 
     def check_precision(self, precision: str) -> None:
         if self._settings.param_dtype == "bf16" and precision not in ("bf16", "fp8"):
@@ -134,12 +140,32 @@ class ShardedStrategy(Strategy):
 
     def place(self, model: nn.Module) -> nn.Module:
         _refuse_sparse(model)
+        owned = placing.owned_by(model)
+        filling = placing.Filling(model, self._group, self.runtime.device, self._seed, self._init_weights)
+        text = " x ".join(f"{axis} {size}" for axis, size in self._shape.items())
+        if self._parallelize is not None:
+            self._place_by_user(self._parallelize, model, owned, filling)
+            logger.info("mesh %s; split by %s", text, parallelized.name_of(self._parallelize))
+        else:
+            units, split = self._place_by_rules(model, owned, filling)
+            logger.info("mesh %s; %d blocks, %d of %d parameters split by rules", text, units - 1, split, len(owned))
+        self._replaced += [(each.before, each.now) for each in owned.values()]
+        model.register_forward_hook(_taken_apart)
+        let_methods_compute(model)
+        assert isinstance(model, FSDPModule)
+        self._models.append(model)
+        self._second.append(SecondBackward(model))
+        self._scalars += [each for each in model.parameters() if not is_spread(each) and each.requires_grad]
+        return model
+
+    def _place_by_rules(
+        self, model: nn.Module, owned: Mapping[int, placing.Owned], filling: placing.Filling
+    ) -> tuple[int, int]:
+        """Splits one unit after the other; returns the numbers of units, and of parameters split by rules."""
         shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
         ruled = meshing.by_rules(shapes, self._shapes, self._settings, self._rules)
         plan = tensor_parallel.plan(model, ruled, self._shape)
-        owned = placing.owned_by(model)
         units = placing.units(model, find_blocks(model, self._settings.blocks))
-        filling = placing.Filling(model, self._group, self.runtime.device, self._seed, self._init_weights)
         done: set[int] = set()
 
         def part(name: str, value: Tensor) -> Tensor:
@@ -158,17 +184,27 @@ class ShardedStrategy(Strategy):
                 self._split(unit, {each for each in model.parameters() if each.dim() == 0})
                 self._tracker.add(name, unit)
                 self._group.activity.progress()
-        self._replaced += [(each.before, each.now) for each in owned.values()]
-        model.register_forward_hook(_taken_apart)
-        let_methods_compute(model)
-        assert isinstance(model, FSDPModule)
-        self._models.append(model)
-        self._second.append(SecondBackward(model))
-        self._scalars += [each for each in model.parameters() if each.dim() == 0 and each.requires_grad]
-        text = " x ".join(f"{axis} {size}" for axis, size in self._shape.items())
-        logger.info("mesh %s; %d blocks, %d of %d parameters split by rules", text, len(units) - 1,
-                    len(plan.parameters), len(shapes))  # fmt: skip
-        return model
+        return len(units), len(plan.parameters)
+
+    def _place_by_user(
+        self, function: Parallelize, model: nn.Module, owned: Mapping[int, placing.Owned], filling: placing.Filling
+    ) -> None:
+        """Gives every rank the whole model, and lets the user's function split it; what it leaves is split here."""
+        with torch.no_grad():
+            filling.fill(model, list(owned.values()), lambda name, value: value)
+            filling.fill_buffers()
+        shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+        with self._group.activity.within(parallelized.name_of(function), waits=True):
+            parallelized.apply(function, model, self._mesh)
+        if not isinstance(model, FSDPModule):
+            self._split(model, {each for each in model.parameters() if each.dim() == 0})
+        for name, unit in model.named_modules():
+            if hasattr(unit, "unshard"):
+                unit.register_forward_hook(without_views, prepend=True)
+                self._tracker.add(name, unit)
+        replicas = [axis for axis in BATCH_AXES if axis in self._shape]
+        over = self._mesh[tuple(replicas)].mesh.flatten().tolist() if replicas else []
+        parallelized.check(function, model, shapes, over)
 
     def _split(self, unit: nn.Module, scalars: set[nn.Parameter]) -> None:
         how: dict[str, Any] = {"ignored_params": scalars}  # there is nothing to split: every rank has them

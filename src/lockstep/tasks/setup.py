@@ -47,6 +47,7 @@ def set_up(run: Run, task: Task, config: RunConfig, length: RunLength) -> dict[s
             on_nan=limits.on_nan,
             ema=limits.ema,
             shard=task.shard_rules(),
+            parallelize=task.parallelize if defines(task, "parallelize") else None,
             init_weights=task.init_weights if defines(task, "init_weights") else None,
             init_from=_weights_of(name, models, config),
         )

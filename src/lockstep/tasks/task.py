@@ -116,6 +116,10 @@ class Task(abc.ABC):
         """For SPMD: parameter-name pattern -> mesh axis (or None) for every dimension; `strategy.shard` comes first."""
         return {}
 
+    def parallelize(self, model: nn.Module, mesh: Any) -> nn.Module | None:
+        """Splits a model over a DeviceMesh, in place of Lockstep: fully_shard, parallelize_module. docs/sharding.md"""
+        raise NotImplementedError
+
     def init_weights(self, module: nn.Module) -> None:
         """For a model that is made on the meta device, because it fits into no host's memory: called for every module
         that has parameters, to give them values. Without it, each module's `reset_parameters` is called."""
