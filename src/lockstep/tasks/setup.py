@@ -24,12 +24,18 @@ from lockstep.tasks.parameters import freeze, parameter_groups
 from lockstep.tasks.schedules import NamedSchedule, RunLength, Schedule, as_schedule
 from lockstep.tasks.task import Task, defines
 
+logger = logging.getLogger(__name__)
+
 
 def set_up(run: Run, task: Task, config: RunConfig, length: RunLength) -> dict[str, Schedule]:
     """Sets up every model of the task. Returns the schedulers by model, with when they are stepped."""
     limits = config.train
     made = run._engine.build(task.model)
     models = dict(made) if isinstance(made, Mapping) else {DEFAULT: made}
+    if defines(task, "parallelize") and not config.strategy.has_mesh:
+        logger.info(
+            "task.parallelize is for strategy: fsdp, hsdp and tensor; here every process has the whole model"
+        )
     if limits.freeze:
         freeze(models, limits.freeze)
     optimizers = _per_model(models, _optimizers(task, made, models, config), "optimizer")
@@ -116,9 +122,6 @@ def _made(component: Component, path: str, kind: type, *positional: Any) -> Any:
     if not isinstance(made, kind):
         raise ConfigError(f"{path}: {component.type} makes a {type(made).__name__}, not a {kind.__name__}")
     return made
-
-
-logger = logging.getLogger(__name__)
 
 
 def order_of(task: Task, config: RunConfig, dataset: Dataset[Any]) -> Order | None:
