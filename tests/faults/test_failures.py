@@ -164,7 +164,8 @@ def test_damaged_checkpoints_are_passed_over_by_name(project: Project) -> None:
     resumed = project.run("resume", run)
     assert resumed.code == 0, resumed.text
     assert f"checkpoint {newest.name} is damaged and is passed over: model.safetensors has" in resumed.out
-    assert f"checkpoint {second.name} is damaged and is passed over: state.safetensors does not match" in resumed.out
+    damaged = rf"checkpoint {second.name} is damaged and is passed over: .*state\.safetensors does not match"
+    assert re.search(damaged, resumed.out)  # ranks divide the digests between them: any of them may find it
     assert losses(run) == losses(reference)
     manifest = json.loads((newest / "manifest.json").read_text())
     assert manifest["step"] == 14
