@@ -308,6 +308,8 @@ def lockstep(run: Any, segment: Segment) -> None:
         for batch in run.batches(loaded, segment.batch, **({"order": order} if order else {})):
             run.backward(run.model(**batch)["loss"])
             run.step()
+            if run.progress.step % segment.every == 0:
+                run.checkpoint()
             notes.done(run.progress.step)
 
 
