@@ -76,7 +76,7 @@ def train(segment: Segment) -> str:
                 data={"workers": segment.workers}, timeouts={"rendezvous": 300},
             )  # fmt: skip
     except Exception as error:
-        return "" if segment.kill else shortened(str(error))
+        return "" if was_killed(segment) else shortened(str(error))
     return "" if not segment.kill else f"ended before step {segment.kill}"
 
 
@@ -100,8 +100,7 @@ def train_forked(segment: Segment) -> str:
     for each in ranks:
         each.join()
     errors = sorted(Path(segment.folder).glob(f"error-{segment.number}-*"), key=lambda file: file.stat().st_mtime)
-    killed = segment.kill and any(segment.kill in steps(segment, rank)[1] for rank in range(segment.ranks))
-    if killed:
+    if was_killed(segment):
         return ""
     if errors:
         return shortened(errors[0].read_text(encoding="utf-8"))
@@ -126,6 +125,10 @@ def rank_main(segment: Segment, rank: int, port: int) -> None:
 
 def shortened(error: str) -> str:
     return next((line.strip()[:150] for line in error.splitlines() if line.strip()), "failed")
+
+
+def was_killed(segment: Segment) -> bool:
+    return segment.kill > 0 and any(segment.kill in steps(segment, rank)[1] for rank in range(segment.ranks))
 
 
 def steps(segment: Segment, rank: int) -> tuple[int, dict[int, list[int]]]:
