@@ -519,3 +519,20 @@ def clipped(run: lockstep.Run, until: int | None = None) -> dict[str, float]:
                 break
     run._engine.aggregator.bring_together(run.progress)
     return run._engine.aggregator.since_validation.means()
+
+
+def saves_as_set(run: lockstep.Run, own_data: bool) -> list[int]:
+    """A loop that never calls run.checkpoint: the steps that were saved."""
+    model = nn.Linear(4, 1)
+    model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run.restore()
+    if own_data:
+        for _ in range(7):
+            run.backward(model(torch.ones(2, 4)).mean())
+            run.step(optimizer)
+    else:
+        for (inputs,) in run.batches(TensorDataset(torch.ones(56, 4)), 8):
+            run.backward(model(inputs).mean())
+            run.step(optimizer)
+    run._engine.checkpointer.finish()
+    return sorted(int(each.name.removeprefix("step-")) for each in (run.folder / "checkpoints").glob("step-*"))

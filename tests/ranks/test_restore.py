@@ -81,3 +81,11 @@ def test_a_reader_that_does_not_get_on_is_named_by_those_who_wait_for_it(tmp_pat
         launch(bodies.reads_for_ever, processes=2, folder=tmp_path / "run", timeouts={"collective": 2})
     text = str(failed.value)
     assert "waited 2 s for 'step-00000003, which rank 0 reads' (limit 2 s). Did not arrive: rank 0 (in" in text
+
+
+@pytest.mark.parametrize("own_data", [False, True])
+def test_a_loop_is_saved_as_often_as_it_was_set(tmp_path: Path, own_data: bool) -> None:
+    main = partial(bodies.saves_as_set, own_data=own_data)
+    found = lockstep.launch(main, processes=2, runtime="cpu", out=tmp_path, checkpoint={"every": "3 steps"})
+    assert found[0] == [3, 6]
+    assert lockstep.launch(main, processes=1, runtime="cpu", out=tmp_path) == [[]]

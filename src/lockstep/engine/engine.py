@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -18,7 +19,7 @@ from lockstep import strategy as strategies
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.checkpoint.registered import Stateful
 from lockstep.config.objects import construct, import_object
-from lockstep.config.schema import RunSettings
+from lockstep.config.schema import RunConfig, RunSettings
 from lockstep.config.strategy import COMM_HOOKS
 from lockstep.data.cursors import Due, Progress
 from lockstep.data.loader import Collate
@@ -49,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
+_AS_SET = "checkpoint.every"
 _AFTER_FAILURE_SECONDS = 5.0  # for loggers that still have something to send
 
 
@@ -99,6 +101,9 @@ class Engine:
         self.checks = LoopChecks(group, runtime, self.strategy.dp_size)
         self.stopped: str | None = None  # why training ended before its limit, the same on all ranks
         self._fingerprint_due = Due(settings.watch.fingerprint_every)
+        # A custom loop saves by run.checkpoint(), and besides as often as it was told to; the trainer saves by itself.
+        told = not isinstance(settings, RunConfig) and "every" in settings.checkpoint.model_fields_set
+        self._save_due = Due(settings.checkpoint.every if told else None)
         self.restored = self._may_begin = False
         self.began_at = 0  # the step at which this start of the run began
         seed_generators(runtime, settings.seed)
@@ -261,6 +266,8 @@ class Engine:
         if self._phases is not None and self._phases.at(progress.step, compiles):
             self._phases = None
         asked = self.control_sync.beat(progress.step)
+        if progress.step > self.began_at and self._save_due.now(progress, self.seconds_since_start):
+            asked = replace(asked, save=asked.save or _AS_SET)
         if self.control_sync.exchanged:
             self.aggregator.write_pending_row(wait=self.group.world_size > 1)
         if rows:
@@ -277,8 +284,9 @@ class Engine:
         if asked.save:
             with self.profiler.region("checkpoint"):
                 self.save(None, None, explicit=False)
-            self.checkpointer.settle(leaving=False)  # what is said to be saved is on the disk
-            logger.info("saved at step %d: %s", self.progress.step, asked.save)
+            if asked.save != _AS_SET:
+                self.checkpointer.settle(leaving=False)  # what is said to be saved is on the disk
+                logger.info("saved at step %d: %s", self.progress.step, asked.save)
         self.stopped = self.stopped or asked.stop
 
     # Evaluation

@@ -33,9 +33,7 @@ def set_up(run: Run, task: Task, config: RunConfig, length: RunLength) -> dict[s
     made = run._engine.build(task.model)
     models = dict(made) if isinstance(made, Mapping) else {DEFAULT: made}
     if defines(task, "parallelize") and not config.strategy.has_mesh:
-        logger.info(
-            "task.parallelize is for strategy: fsdp, hsdp and tensor; here every process has the whole model"
-        )
+        logger.info("task.parallelize is for strategy: fsdp, hsdp and tensor; here every process has the whole model")
     if limits.freeze:
         freeze(models, limits.freeze)
     optimizers = _per_model(models, _optimizers(task, made, models, config), "optimizer")
