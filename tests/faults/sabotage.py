@@ -244,7 +244,7 @@ def _watch_for_moments(saboteur: Saboteur) -> None:
         """Everything but the manifest is there, under the temporary name."""
         saboteur.reached(SAVING, int(told["step"]))
 
-    def writes_shards(writer: Any, folder: Path, saving: Any) -> None:
+    def writes_shards(writer: Any, folder: Path, saving: Any, *blocks: Any) -> None:
         saboteur.writes = saving.step
 
     def first_shard_is_written(*about: Any) -> None:

@@ -85,7 +85,7 @@ def test_a_config_that_asks_for_too_much(text: str, message: str) -> None:
         (["train", "config.yaml", "--sweep", "pipe"], "pipe: cannot be read: it is a pipe"),
         (["train", "config.yaml", "--set", "task.type=pipe.py:X"], "there is no file"),
         (["train", "latin.yaml"], "latin.yaml: cannot be read: not text in UTF-8: byte 0xff at position 7"),
-        (["train", "config.yaml", "--set", "seed=" + "[" * 9000], "[... (9005 characters): '[[["),
+        (["train", "config.yaml", "--set", "seed=" + "[" * 9000], "[... (9005 characters): not valid YAML"),
         (["resume", "run"], "run/config.yaml: cannot be read: "),
     ],
 )

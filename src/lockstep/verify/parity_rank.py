@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import json
 import math
 import os
 import re
@@ -183,7 +184,7 @@ class _Comparison:
         self._buffers: Mapping[str, Tensor] = {}  # before the step
 
     def run(self, folder: Path, number: int) -> RankFound:
-        expected = torch.load(folder / f"{number}-0.pt")
+        expected = torch.load(folder / f"{number}-0.pt", weights_only=True)
         self._found.tied = expected["tied"]
         if self._differs(0, expected, self._run.state()):
             return self._found
@@ -193,7 +194,9 @@ class _Comparison:
                 batch = self._run.program["shard_batch"](batch, self._mesh)
             else:
                 batch = rows_of(batch, self._grid.dp_size, self._grid.dp_rank)
-            if self._differs(step, torch.load(folder / f"{number}-{step}.pt"), self._run.step(batch)):
+            if self._differs(
+                step, torch.load(folder / f"{number}-{step}.pt", weights_only=True), self._run.step(batch)
+            ):
                 break
         return self._found
 
@@ -212,15 +215,20 @@ class _Comparison:
         for phase in (each for each in known if each in expected):
             found.differences += self._compare(phase, expected[phase], actual[phase])
         self._buffers = actual["buffers"]
-        self._explain(self._gather({key: tuple(each.shape) for key, (each, _) in self._parts.items()}))
+        shapes = self._gather([[*key, list(each.shape)] for key, (each, _) in self._parts.items()])
+        self._explain([{(phase, name): tuple(shape) for phase, name, shape in each} for each in shapes])
         everyone = self._gather((found.has_fault, found.dp_rank, found.loss))
         agrees = reference is None or losses_agree([each[1:] for each in everyone], reference, found.tolerance)
         return not agrees or any(has_fault for has_fault, _, _ in everyone)
 
     def _gather(self, mine: Any) -> list[Any]:
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        return everyone
+        """Returns plain data of all ranks, as JSON: nothing that another process sends is unpickled."""
+        text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+        dist.all_gather(lengths, torch.tensor([len(text)]))
+        texts = [torch.zeros(int(max(lengths)), dtype=torch.uint8) for _ in lengths]
+        dist.all_gather(texts, torch.nn.functional.pad(text, (0, len(texts[0]) - len(text))))
+        return [json.loads(bytes(each[: int(length)].tolist())) for each, length in zip(texts, lengths, strict=True)]
 
     def _compare(self, phase: str, expected: Mapping[str, Any], actual: Mapping[str, Any]) -> Iterator[Difference]:
         values = {name: each for name, each in expected.items() if each is not None and each.numel()}
