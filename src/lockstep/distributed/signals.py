@@ -127,25 +127,28 @@ def state_of(pid: int) -> str | None:
 
 def processes_below(roots: Iterable[int]) -> list[int]:
     """Returns all living descendants."""
-    roots = set(roots)
+    roots, states = set(roots), _states()
     children: dict[int, list[int]] = {}
-    for entry in _processes():
-        state, parent = _status(entry)
-        if state is not None and state != "Z":
-            children.setdefault(parent, []).append(entry)
+    for pid, (_, parent) in states.items():
+        children.setdefault(parent, []).append(pid)
     found, waiting = [], list(roots)
     while waiting:
         below = children.get(waiting.pop(), [])
         found += below
-        waiting += below
-    return [pid for pid in found if pid not in roots]
+        waiting += below  # also of one that is dead (Z): while a thread of it is still leaving, it keeps its children
+    return [pid for pid in found if pid not in roots and states[pid][0] not in (None, "Z")]
 
 
-def _processes() -> list[int]:
-    try:
-        return [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]
-    except OSError:
-        return []
+def _states() -> dict[int, tuple[str | None, int]]:
+    """Returns state and parent of every process. Looks again where one went meanwhile and left its children behind."""
+    for _ in range(5):
+        try:
+            found = {int(each.name): _status(int(each.name)) for each in Path("/proc").iterdir() if each.name.isdigit()}
+        except OSError:
+            return {}
+        if all(state is not None for state, _ in found.values()):
+            break
+    return found
 
 
 def _status(pid: int) -> tuple[str | None, int]:
