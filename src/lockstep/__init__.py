@@ -21,19 +21,9 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "Callback",
-    "ConfigError",
-    "LockstepError",
-    "Mean",
-    "Run",
-    "Schedule",
-    "TarShards",
-    "Task",
-    "WorkerFailed",
-    "__version__",
-    "launch",
-    "train",
-]
+    "Callback", "ConfigError", "LockstepError", "Mean", "Run", "Schedule", "TarShards", "Task", "WorkerFailed",
+    "__version__", "launch", "train",
+]  # fmt: skip
 
 # Loaded when first used: importing the package must not import torch.
 _HOMES = {

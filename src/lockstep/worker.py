@@ -13,8 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep import runtime
 from lockstep.config.objects import import_object
@@ -30,12 +29,12 @@ from lockstep.distributed.watch.stacks import dumping_stacks
 from lockstep.distributed.watch.stall import Limits
 from lockstep.engine.engine import Engine
 from lockstep.engine.run import Run
-from lockstep.engine.stop_requests import Interrupted, Preempted, StopRequests, exit_is_failure
-from lockstep.engine.summary import announce, conclude, conclude_interrupted, conclude_loop, timeline_of
+from lockstep.engine.stop_requests import Preempted, StopRequests, exit_is_failure
+from lockstep.engine.summary import announce, conclude, conclude_loop, concluded_if_interrupted, timeline_of
 from lockstep.errors import PREEMPTED_EXIT_CODE
 from lockstep.mirror.mark import mirrored, uploaded
-from lockstep.record import display, folder_lock, run_folder
-from lockstep.record.folder_lock import Held
+from lockstep.record import display, run_folder
+from lockstep.record.folder_lock import locked_for
 from lockstep.record.logs import file_only, rank_log
 from lockstep.record.run_folder import brought_here
 from lockstep.runs.report import leave_report
@@ -45,15 +44,9 @@ from lockstep.tasks.evaluate import evaluate
 from lockstep.tasks.predict import predict
 from lockstep.tasks.trainer import fit
 
-if TYPE_CHECKING:
-    from lockstep.mirror.mirror import Mirror
-
 logger = logging.getLogger("lockstep.worker")  # also where this module is run as __main__
 
 Prepare = Callable[[Path], None]  # what rank 0 does in the run's folder before anybody trains
-
-# How long rank 0 waits for the folder: where it may have been restarted, and otherwise.
-RESTART_PATIENCE, _PATIENCE = 30.0, 3.0
 
 
 def train(
@@ -70,18 +63,16 @@ def train(
     """
     with exit_is_failure(), Rank(config, topology) as rank:
         rank.join(lambda: import_object(config.task.type, "task"))
-        run = rank.open(make_folder, True, prepare, held=topology.watched, patience=_patience(topology))
+        run = rank.open(make_folder, True, prepare, held=topology.watched)
         opened(run.folder)
         try:
-            outcome = carry_out(run, config)
+            with concluded_if_interrupted(run):
+                outcome = carry_out(run, config)
         except Preempted as preempted:
             ended(_summary(run, {"status": "preempted", "reason": preempted.reason}))
             saved = f"saved at step {run.progress.step} and leaving" if config.after is None else "leaving"
             logger.info("%s: %s", saved, preempted.reason)
             return PREEMPTED_EXIT_CODE
-        except Interrupted as interrupted:
-            conclude_interrupted(run, interrupted)
-            raise
         run._engine.finish(outcome["status"])
         ended(_summary(run, outcome))
     return 0
@@ -112,16 +103,14 @@ def call(
     together = exit_is_failure() if topology.world_size > 1 else contextlib.nullcontext()
     with together, Rank(settings, topology) as rank:
         rank.join(lambda: main)
-        run = rank.open(make_folder, redirect, prepare, held=topology.watched, patience=_patience(topology))
+        run = rank.open(make_folder, redirect, prepare, held=topology.watched)
         # A custom loop need not use anything of the run: until it does, nothing says whether it makes progress.
         rank.group.activity.enter("main", limit=math.inf)
         try:
-            returned = main(run)
+            with concluded_if_interrupted(run):
+                returned = main(run)
         except Preempted as preempted:
             conclude_loop(run, {"status": "preempted", "reason": preempted.reason})
-            raise
-        except Interrupted as interrupted:
-            conclude_interrupted(run, interrupted)
             raise
         status = "stopped early" if run.stopped else "completed"
         run._engine.finish(status)
@@ -145,9 +134,7 @@ class Rank:
         self._joined.enter_context(self.requests.listening(self.topology.launched_by_us, alone))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with self._joined:
             if self.run is not None:
                 self._opened.push(self._leave_or_abandon)  # first: nobody waits for what this rank still has to write
@@ -179,9 +166,8 @@ class Rank:
         self.heartbeat.reports_resident_memory = family == "cpu"
         self.heartbeat.start()
         self._joined.callback(self.heartbeat.stop)
-        config = comparable(settings.plain())
         self.source = source_files(load_source())
-        evidence = Evidence(config, self.source.digests)
+        evidence = Evidence(comparable(settings.plain()), self.source.digests)
         began = time.monotonic()
         # The reports of everybody on rank 0; on other ranks, their own.
         self.reports, self.group = hold(topology, self.runtime, store, settings, evidence, activity)
@@ -193,19 +179,19 @@ class Rank:
         redirect: bool,
         prepare: Prepare = lambda folder: None,
         held: bool = False,
-        patience: float = RESTART_PATIENCE,
+        restarted: bool = False,
     ) -> Run:
         """Agrees on the run's folder, opens its log and makes the run.
 
-        Rank 0 holds the folder, unless the launcher does (`held`), and calls `prepare` with it. Ranks of an attempt
-        before get `patience` seconds to let go of it.
+        Rank 0 holds the folder, unless the launcher does (`held`), and calls `prepare` with it. Where the run may have
+        been `restarted`, ranks of the attempt before get half a minute to let go of it.
         """
-        guards: list[Callable[[], None]] = []
-        mirrors: list[Mirror | None] = []
+        guards, mirrors = list[Callable[[], None]](), list[Any]()
 
         def hold_folder() -> str:
             folder = make_folder().resolve()
-            guards.append(self._opened.enter_context(self._lock(folder, held, patience)).check)
+            lock = locked_for(folder, self.topology, held, restarted)
+            guards.append(self._opened.enter_context(lock).check)
             if not held:
                 mirrors.append(self._opened.enter_context(mirrored(folder, self.settings, logger.warning)))
             prepare(folder)
@@ -243,26 +229,21 @@ class Rank:
 
     def leave(self) -> None:
         """Leaves the group: the last thing that ranks do together."""
-        activity = self.group.activity
-        activity.enter("leaving", waits=True)
+        self.group.activity.enter("leaving", waits=True)
         self.group.leave()
-        activity.enter(LEFT, waits=True)
+        self.group.activity.enter(LEFT, waits=True)
 
     def stop(self) -> None:
         """Stops the heartbeat, where the rank is not used as a context manager."""
         self._joined.close()
 
-    def _leave_or_abandon(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _leave_or_abandon(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None or isinstance(error, Preempted):
             self.leave()
         else:
             self.group.leave_alone()
 
-    def _end_run(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _end_run(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Gives up a run that failed. Raises what the error means where it came while the rank waited for others."""
         if self.run is None or not isinstance(error, (Exception, KeyboardInterrupt)):
             return  # KeyboardInterrupt comes in a notebook, which lives on
@@ -271,18 +252,6 @@ class Rank:
         self.run._engine.give_up()
         if meant is not error:
             raise meant from error
-
-    def _lock(self, folder: Path, held: bool, patience: float) -> contextlib.AbstractContextManager[Held]:
-        if held:
-            return folder_lock.locked_by_rank(folder, patience)
-        holder = "rank 0" if self.topology.world_size > 1 else "its only process"
-        return folder_lock.locked(folder, holder, patience)
-
-
-def _patience(topology: Topology) -> float:
-    if topology.watched or topology.attempt:
-        return RESTART_PATIENCE
-    return _PATIENCE if topology.world_size > 1 else 0.0  # other launchers restart ranks without saying so
 
 
 def main(folder: str) -> int:

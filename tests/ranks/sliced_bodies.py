@@ -30,8 +30,9 @@ from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.config.schema import Checkpoint
 from lockstep.engine.models import Entry, Models
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.strategy.base import SingleStrategy, Strategy
+from lockstep.strategy.base import Strategy
 from lockstep.strategy.parameters import Modules
+from lockstep.strategy.single import SingleStrategy
 from lockstep.strategy.slices import load_module, load_optimizer, slice_of
 
 Mesh = dict[str, int]

@@ -26,7 +26,7 @@ from lockstep.mirror.mark import mirrored
 from lockstep.mirror.mirror import Mirror
 from lockstep.mirror.uploads import Uploads
 from lockstep.mirror.url import Url, parse, place
-from lockstep.record.folder_lock import Holder
+from lockstep.record.folder_lease import Holder
 from s3_server import Link, S3Server
 
 SETTINGS = RunSettings(checkpoint=Checkpoint(keep=Keep(last=2, best=1)))

@@ -19,16 +19,17 @@ from typing import Any
 import pytest
 
 from lockstep.errors import ConfigError, FolderLost
-from lockstep.record import folder_lock
-from lockstep.record.folder_lock import Holder, locked, locked_by_rank
+from lockstep.record import folder_lease, folder_lock
+from lockstep.record.folder_lease import Holder
+from lockstep.record.folder_lock import locked, locked_by_rank
 
 # Holds a folder until it is killed, or told to let go by a line; without locks where it is asked to.
 HOLD = """
 import errno, fcntl, os, sys
 from pathlib import Path
-from lockstep.record import folder_lock
+from lockstep.record import folder_lease, folder_lock
 folder, kind, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-folder_lock.BEAT_SECONDS = 0.1
+folder_lease.BEAT_SECONDS = 0.1
 if number:
     def no_locks(*how):
         raise OSError(number, os.strerror(number))
@@ -53,9 +54,9 @@ def no_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
     if number:
         monkeypatch.setattr(fcntl, "flock", refused)
-    monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(folder_lock, "STALE_SECONDS", 1.0)
-    monkeypatch.setattr(folder_lock, "_SETTLE_SECONDS", 0.2)
+    monkeypatch.setattr(folder_lease, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(folder_lease, "STALE_SECONDS", 1.0)
+    monkeypatch.setattr(folder_lease, "_SETTLE_SECONDS", 0.2)
     return number
 
 
@@ -192,7 +193,7 @@ def test_a_lease_of_another_host_that_beats_is_not(
     no_locks: int, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = start(tmp_path)
-    monkeypatch.setattr("lockstep.record.folder_lock._machine", lambda: "another")
+    monkeypatch.setattr("lockstep.record.folder_lease._machine", lambda: "another")
     with pytest.raises(ConfigError, match=f"process {first.pid} on"), locked(tmp_path):
         pass
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 
 from lockstep.runtime.cpu import CpuRuntime
 from lockstep.runtime.moving import map_tensors, moved, tensors_of
-from lockstep.strategy.base import SingleStrategy
+from lockstep.strategy.single import SingleStrategy
 
 META = torch.device("meta")  # a device that is not the CPU, on every machine
 

@@ -14,7 +14,7 @@ import pytest
 
 import run_folders
 from lockstep.errors import ConfigError
-from lockstep.record.folder_lock import Holder
+from lockstep.record.folder_lease import Holder
 from lockstep.runs.data import Curve, merged, page_data, title_of
 from lockstep.runs.data import thinned as thinned_curve
 from lockstep.runs.findings import findings, verdict

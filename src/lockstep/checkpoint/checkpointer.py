@@ -5,23 +5,23 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.checkpoint import codec, reader
-from lockstep.checkpoint.registered import RegisteredState, Stateful
+from lockstep.checkpoint.registered import RegisteredState, Stateful, Weights
 from lockstep.checkpoint.retention import best_first
 from lockstep.checkpoint.sharded_writer import ShardedWriter
 from lockstep.checkpoint.storage import CheckpointStorage
-from lockstep.checkpoint.writer import WholeWriter, versions
+from lockstep.checkpoint.writer import WholeWriter, other_versions
 from lockstep.config.schema import Checkpoint
 from lockstep.distributed.group import Group
-from lockstep.runtime.base import Runtime, generator_states, seed_generators, set_generator_states
-from lockstep.strategy.base import Strategy, dp_rank_of
+from lockstep.runtime.base import Runtime, generator_states, restore_generators
+from lockstep.strategy.base import Strategy
 from lockstep.strategy.fingerprint import check_replicas
 from lockstep.strategy.slices import read_like, slice_of
 
@@ -29,19 +29,6 @@ logger = logging.getLogger(__name__)
 
 # How often a run makes sure that its folder is still there, beside every save.
 _LOOK_SECONDS = 5.0
-
-
-class Weights(Protocol):
-    """The models of a run, as far as saving them is concerned."""
-
-    @property
-    def modules(self) -> Mapping[str, nn.Module]: ...
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]: ...
-
-    def load(self, weights: Mapping[str, Any], state: Mapping[str, Any], source: str) -> None: ...
-
-    def hyperparameters(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -114,14 +101,8 @@ class Checkpointer:
         attached = self.registered.states([each["attached"] for each in states])
         if self._group.rank == 0 or self._strategy.gathers_state or self._by_owners:
             weights, models = self._weights.state()
-            whole = {
-                "progress": position["progress"],
-                "cursors": position["cursors"],
-                **models,
-                **state,
-                "attached": attached,
-                "generators": [each["generators"] for each in states],
-            }
+            generators = [each["generators"] for each in states]
+            whole = {**position, **models, **state, "attached": attached, "generators": generators}
             if self._group.rank == 0 or isinstance(self._writer, ShardedWriter):
                 about = {**about, "value": value, "metrics": dict(metrics or {})}
                 self._writer.save(step, weights, whole, about)
@@ -131,8 +112,7 @@ class Checkpointer:
         self.last = Last(step, value, dict(metrics or {}), key)
 
     def restore(self, step: int | None = None, best: bool = False) -> dict[str, Any] | None:
-        """Restores a step, the best or the newest good checkpoint; returns the state that the run itself has to load,
-        or None where there is no checkpoint."""
+        """Restores a step, the best or the newest good checkpoint. Returns what the run itself has to load, if any."""
         if self._group.rank == 0:
             self.storage.sweep()
         slices = self._strategy.keeps_slices
@@ -149,15 +129,17 @@ class Checkpointer:
             state["cursors"] = read_like(state["cursors"], None)  # streams may have tensors in their state
         finally:
             loaded.close()
-        self._restore_generators(state["generators"], step)
+        states = state["generators"]
+        if self._strategy.leaves:  # between two steps all ranks have the same
+            states = states[:1] * self._group.world_size
+        anew = (self._seed + step, self._strategy.dp_rank)
+        restore_generators(self._runtime, states, self._group.rank, self._group.world_size, anew)
         about = loaded.about
         self.last = Last(step, about.get("value"), about.get("metrics") or {})
         name = self.storage.path(step).name
         logger.info("restored %s (epoch %d)", name, about.get("epoch", 0))
-        written, here = about.get("versions"), versions()
-        if written is not None and written != here:
-            logger.info("%s was written by %s; this is %s: numbers may differ in their last bits from here on",
-                        name, _named(written), _named(here))  # fmt: skip
+        if other := other_versions(about):
+            logger.info("%s was %s: numbers may differ in their last bits from here on", name, other)
         return state
 
     def load_weights(self, folder: Path, step: int, beside: Mapping[str, Stateful]) -> None:
@@ -215,8 +197,7 @@ class Checkpointer:
         self._writer.give_up()
 
     def newest(self) -> tuple[int, Path] | None:
-        """For rank 0: returns the step and folder of the checkpoint that was saved or restored last, once it is on the
-        disk. Others in the folder may be damaged, or of a branch that was left."""
+        """For rank 0: waits for the newest save and returns its step and folder. Others may be damaged or abandoned."""
         self._writer.finish()
         if self.last is None or self.last.step not in self.storage.steps():
             return None
@@ -226,14 +207,6 @@ class Checkpointer:
         """On a mesh of one, a rank has the whole of sharded tensors, too."""
         here = [each if (found := slice_of(each)) is None else found.tensor for each in tensors]
         return self._strategy.fetch(here)
-
-    def _restore_generators(self, states: Sequence[Mapping[str, Any]], step: int) -> None:
-        if self._strategy.leaves:  # between two steps all ranks have the same
-            set_generator_states(self._runtime, dict(states[0]))
-        elif len(states) == self._group.world_size:
-            set_generator_states(self._runtime, dict(states[self._group.rank]))
-        else:  # another number of ranks: new streams, that depend on nothing but the seed and the place
-            seed_generators(self._runtime, self._seed + step, dp_rank_of(self._strategy, self._group))
 
     def _is_saved(self, position: Mapping[str, Any], value: float | None) -> bool:
         """Whether saving again would write the same: nothing but tensors can have changed, and steps change those."""
@@ -245,7 +218,3 @@ class Checkpointer:
         """What can change between two steps, without its tensors, as text to compare."""
         attached, _ = self.registered.without_tensors()
         return json.dumps([codec.pack([dict(position), self._weights.hyperparameters()])[0], attached], sort_keys=True)
-
-
-def _named(versions: Mapping[str, Any]) -> str:
-    return f"Lockstep {versions.get('lockstep')} and torch {versions.get('torch')}"

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 import safetensors.torch
 import torch
+from torch import Tensor, nn
 
 from lockstep.checkpoint import codec
 from lockstep.distributed.group import Group
@@ -31,6 +32,19 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+class Weights(Protocol):
+    """The models of a run, as far as saving them is concerned."""
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]: ...
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]: ...
+
+    def load(self, weights: Mapping[str, Any], state: Mapping[str, Any], source: str) -> None: ...
+
+    def hyperparameters(self) -> dict[str, Any]: ...
 
 
 class RegisteredState:

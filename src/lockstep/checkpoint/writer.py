@@ -217,6 +217,15 @@ def versions() -> dict[str, str]:
     return {"lockstep": version.installed(), "torch": str(torch.__version__)}
 
 
+def other_versions(about: Mapping[str, Any]) -> str | None:
+    """Returns what wrote a checkpoint and what runs here, where they differ."""
+    written, here = about.get("versions"), versions()
+    if written is None or written == here:
+        return None
+    shown = [f"Lockstep {each.get('lockstep')} and torch {each.get('torch')}" for each in (written, here)]
+    return f"written by {shown[0]}; this is {shown[1]}"
+
+
 def delete_old(store: CheckpointStorage, step: int, keep: Keep) -> None:
     """Deletes what need not be kept now that a step is saved, and has `best` lead to the best of what is."""
     # Whatever is newer was put there by somebody else: it is not weighed, or it would cost what was just saved.

@@ -34,7 +34,7 @@ from lockstep.errors import ConfigError
 from lockstep.profiler import Profiler
 from lockstep.runtime.base import Runtime
 from lockstep.strategy import compiled
-from lockstep.strategy.base import Strategy, dp_rank_of
+from lockstep.strategy.base import Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class BatchFeed:
         self._group, self._activity, self._strategy = group, group.activity, strategy
         self._profiler, self._guard, self._gradients = profiler, guard, gradients
         self._runtime, self.seed = runtime, settings.seed
-        self._dp_rank, self._shuffle_buffer = dp_rank_of(strategy, group), settings.data.shuffle_buffer
+        self._dp_rank, self._shuffle_buffer = strategy.dp_rank, settings.data.shuffle_buffer
         self._loaders = Loaders(
             self._dp_rank, strategy.dp_size, settings.seed, settings.data, runtime, strategy.batch_multiple,
             strategy.leaves,

@@ -7,10 +7,11 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
@@ -29,11 +30,12 @@ from lockstep.engine.batch_feed import BatchFeed, PlannedPass
 from lockstep.engine.compile_guard import CompileGuard, Phases
 from lockstep.engine.control_sync import Asked, ControlSync, OutOfBandSync, OwnDataSteps
 from lockstep.engine.devices import Devices
+from lockstep.engine.ema import Average
 from lockstep.engine.evaluator import Evaluator
-from lockstep.engine.loop_checks import LoopChecks
-from lockstep.engine.models import Models
-from lockstep.engine.setup import ModelSetup
-from lockstep.engine.stepper import Stepper, check_closure, loss_and_count
+from lockstep.engine.loop_checks import LoopChecks, require_nothing_saved, warn_of_restarts
+from lockstep.engine.models import Entry, Models
+from lockstep.engine.setup import ModelSetup, SetupOptions
+from lockstep.engine.stepper import LossScale, Stepper, check_closure, loss_and_count
 from lockstep.engine.stop_requests import Preempted, StopRequests
 from lockstep.errors import ConfigError
 from lockstep.evaluation.means import Mean, Measure
@@ -133,6 +135,35 @@ class Engine:
         made: Value = self.strategy.build(make)
         return made
 
+    def setup(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        scheduler: Stateful | None,
+        name: str | None,
+        options: SetupOptions,
+    ) -> nn.Module:
+        """Returns what to call in training."""
+        chosen, first = self.models.free_name(name), not self.models.entries
+        if self.restored:
+            raise ConfigError(f"run.setup of {chosen!r} comes after run.restore: set up every model before restoring")
+        placed, frozen = self.model_setup.place(model, optimizer, options)
+        if options.precision == "fp16" and self.stepper.loss_scale is None:
+            self.stepper.loss_scale = LossScale()
+            self.register_state("loss scale", self.stepper.loss_scale)
+        self.aggregator.forgive_nan = self.aggregator.forgive_nan or options.skips_nan
+        average = None if options.ema is None else Average(model, options.ema, self.runtime)
+        how = (options.precision, options.clip_norm, options.skips_nan)
+        self.models.add(Entry(chosen, model, placed, optimizer, *how, average, frozen))
+        self.checks.watch(model, optimizer)
+        if scheduler is not None:
+            self.register_state("scheduler" if first else f"scheduler of {chosen}", scheduler)
+        if first:
+            # From here on ranks draw different numbers (dropout); until here they drew the same (initial weights).
+            different = () if self.strategy.leaves else (self.strategy.dp_rank,)
+            seed_generators(self.runtime, self.settings.seed, *different)
+        return placed
+
     # Data and steps
 
     def epochs(self, count: int | None) -> Iterator[int]:
@@ -173,7 +204,7 @@ class Engine:
         self.feed.step = None
         self._own_data.act()
         self._act(self._sync(rows=True))
-        if not self._goes_on():
+        if self.stopped is not None:
             return False
         self.profiler.next_step(self.progress.step + 1)
         return True
@@ -296,12 +327,7 @@ class Engine:
             return self.evaluator.evaluate(measure, dataset, batch_size, **how)
 
     def evaluate_or_leave(
-        self,
-        measure: Measure,
-        datasets: Mapping[str, Dataset[Any]],
-        batch_size: int,
-        on: str,
-        collate: Collate | None,
+        self, measure: Measure, datasets: Mapping[str, Dataset[Any]], batch_size: int, on: str, collate: Collate | None
     ) -> dict[str, dict[str, Any]] | None:
         """Evaluates several datasets; None, on all ranks, as soon as one of them is asked to leave.
 
@@ -371,21 +397,10 @@ class Engine:
             return
         self._may_begin = True
         if self.topology.attempt or self.topology.resumes:
-            self.group.agree(self._require_nothing_saved, "whether a checkpoint is left unused")
+            unused = partial(require_nothing_saved, self.checkpointer.storage, self.topology.attempt)
+            self.group.agree(unused, "whether a checkpoint is left unused")
         elif self.settings.launch.max_restarts and self.group.rank == 0:
-            logger.warning(
-                "launch.max_restarts is %d, but main does not call run.restore(): a restart cannot continue from a "
-                "checkpoint. Call run.restore() after run.setup", self.settings.launch.max_restarts,
-            )  # fmt: skip
-
-    def _require_nothing_saved(self) -> None:
-        steps = self.checkpointer.storage.steps()
-        if steps:
-            raise ConfigError(
-                f"{f'this is restart {attempt}' if (attempt := self.topology.attempt) else 'the run is resumed'}, and "
-                "main has not called run.restore(): it would begin at step 0 and set "
-                f"{self.checkpointer.storage.path(steps[-1]).name} aside. Call run.restore() after run.setup"
-            )
+            warn_of_restarts(self.settings.launch.max_restarts)
 
     # The end
 

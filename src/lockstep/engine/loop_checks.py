@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime, generator_states, set_generator_states
@@ -207,3 +208,20 @@ def refuse_stream(data: Any, leaves: int | None) -> None:
             f"{type(data).__name__} is a stream, of which every rank reads its own shards: use a dataset with __len__ "
             "and __getitem__, or leave train.exact out"
         )
+
+
+def require_nothing_saved(storage: CheckpointStorage, attempt: int) -> None:
+    """Refuses a restart or resume that has not restored its checkpoint."""
+    if steps := storage.steps():
+        raise ConfigError(
+            f"{f'this is restart {attempt}' if attempt else 'the run is resumed'}, and main has not called "
+            f"run.restore(): it would begin at step 0 and set {storage.path(steps[-1]).name} aside. Call run.restore() "
+            "after run.setup"
+        )
+
+
+def warn_of_restarts(most: int) -> None:
+    logger.warning(
+        "launch.max_restarts is %d, but main does not call run.restore(): a restart cannot continue from a checkpoint. "
+        "Call run.restore() after run.setup", most,
+    )  # fmt: skip

@@ -99,6 +99,11 @@ class Models:
             )
         return next(iter(self.entries.values()))
 
+    def precision_of(self, name: str | None) -> str:
+        """Returns the precision of a model, or of the first."""
+        chosen = self.entries[name] if name is not None else next(iter(self.entries.values()), None)
+        return chosen.precision if chosen is not None else "float32"
+
     def stepped_by(self, optimizer: Optimizer | None) -> Stepped:
         """Returns what an optimizer steps; without one, that of the only model."""
         if optimizer is None:

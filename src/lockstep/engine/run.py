@@ -19,19 +19,16 @@ from lockstep.data.cursors import Progress, call_site
 from lockstep.data.loader import Collate
 from lockstep.data.order import OrderChoice
 from lockstep.engine.devices import Devices
-from lockstep.engine.ema import Average, ema_settings, in_place
+from lockstep.engine.ema import ema_settings, in_place
 from lockstep.engine.engine import Engine
-from lockstep.engine.models import Entry
-from lockstep.engine.setup import check_model
-from lockstep.engine.stepper import LossScale
+from lockstep.engine.setup import SetupOptions
 from lockstep.engine.weights import Given
 from lockstep.errors import ConfigError
 from lockstep.evaluation.means import Mean, Measure
 from lockstep.record import samples
-from lockstep.runtime.base import seed_generators
-from lockstep.strategy.base import dp_rank_of
 from lockstep.strategy.compiled import how_to_compile
 from lockstep.strategy.mesh import shard_rules
+from lockstep.strategy.parameters import without_gradients
 from lockstep.strategy.placing import Parallelize
 
 Value = TypeVar("Value")
@@ -73,7 +70,7 @@ class Run:
     @property
     def dp_rank(self) -> int:
         """Which part of every batch this rank computes. Ranks that split a model between them have the same one."""
-        return dp_rank_of(self._engine.strategy, self._engine.group)
+        return self._engine.strategy.dp_rank
 
     @property
     def dp_size(self) -> int:
@@ -185,56 +182,24 @@ class Run:
         values to the parameters of a model that was made on the meta device, in place of `reset_parameters`. The others
         are as in the config's `train`, `init_from` as there.
         """
-        engine = self._engine
-        chosen, first = engine.models.free_name(name), not engine.models.entries
-        if engine.restored:
-            raise ConfigError(f"run.setup of {chosen!r} comes after run.restore: set up every model before restoring")
-        check_model(model, optimizer, precision)
-        engine.strategy.check_precision(precision)
-        engine.runtime.use_precision(precision)
-        if precision == "fp16" and engine.stepper.loss_scale is None:
-            engine.stepper.loss_scale = LossScale()
-            self.register_state("loss scale", engine.stepper.loss_scale)
-        skips = on_nan == "skip"
-        engine.aggregator.forgive_nan = engine.aggregator.forgive_nan or skips
-        engine.strategy.use_rules(shard_rules(shard or {}))
-        engine.strategy.use_parallelize(parallelize)
-        placed, frozen = engine.model_setup.place(
-            model, optimizer, how_to_compile(compile), activation_checkpointing, init_weights, init_from, precision
-        )
-        average = None if ema is None else Average(model, ema_settings(ema), engine.runtime)
-        engine.models.add(Entry(chosen, model, placed, optimizer, precision, clip_norm, skips, average, frozen))
-        engine.checks.watch(model, optimizer)
-        if scheduler is not None:
-            self.register_state("scheduler" if first else f"scheduler of {chosen}", scheduler)
-        if first:
-            # From here on ranks draw different numbers (dropout); until here they drew the same (initial weights).
-            different = () if engine.strategy.leaves else (self.dp_rank,)
-            seed_generators(engine.runtime, engine.settings.seed, *different)
+        options = SetupOptions(
+            precision, clip_norm, how_to_compile(compile), activation_checkpointing, on_nan == "skip",
+            None if ema is None else ema_settings(ema), shard_rules(shard or {}), parallelize, init_weights, init_from,
+        )  # fmt: skip
+        placed = self._engine.setup(model, optimizer, scheduler, name, options)
         given = [placed, *(each for each in (optimizer, scheduler) if each is not None)]
         return given[0] if len(given) == 1 else tuple(given)
 
-    @contextlib.contextmanager
-    def frozen(self, model: nn.Module) -> Iterator[None]:
+    def frozen(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Gives a model no gradients inside the block: the discriminator, while the generator learns."""
-        copies = self._engine.strategy.copies_of(model)
-        trained = [each for copy in copies for each in copy.parameters() if each.requires_grad]
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        try:
-            yield
-        finally:
-            for parameter in trained:
-                parameter.requires_grad_(True)
+        return without_gradients(self._engine.strategy.copies_of(model))
 
-    @contextlib.contextmanager
-    def averaged_weights(self) -> Iterator[None]:
+    def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
         """Gives models that were set up with `ema` their averages for weights inside the block. All ranks call it."""
         averages = self._engine.models.averages
         if not averages:
             raise ConfigError("run.averaged_weights: no model has an average: run.setup(model, optimizer, ema=0.999)")
-        with in_place(averages):
-            yield
+        return in_place(averages)
 
     # Data
 
@@ -292,9 +257,7 @@ class Run:
 
     def autocast(self, name: str | None = None) -> contextlib.AbstractContextManager[Any]:
         """Runs the forward pass and the loss in the precision that `setup` was given."""
-        entries = self._engine.models.entries
-        chosen = entries[name] if name is not None else next(iter(entries.values()), None)
-        return self._engine.runtime.autocast(chosen.precision if chosen is not None else "float32")
+        return self._engine.runtime.autocast(self._engine.models.precision_of(name))
 
     def region(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Names a part of the step in the profile, while one is being taken."""

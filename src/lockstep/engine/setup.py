@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import get_args
 
 from torch import nn
@@ -11,7 +12,8 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.config.schema import Precision, RunSettings
-from lockstep.config.training import Compile
+from lockstep.config.strategy import ShardRule
+from lockstep.config.training import Compile, Ema
 from lockstep.distributed.group import Group
 from lockstep.engine import weights
 from lockstep.engine.compile_guard import be_patient_while_compiling
@@ -23,11 +25,25 @@ from lockstep.strategy.base import Strategy
 from lockstep.strategy.compiled import compile_blocks, compile_whole, keep_compiled_code
 from lockstep.strategy.float8 import use_float8
 from lockstep.strategy.optimizer_step import use_fused_step
-from lockstep.strategy.placing import has_no_memory
+from lockstep.strategy.placing import Parallelize, has_no_memory
 
 logger = logging.getLogger(__name__)
 
-InitWeights = Callable[[nn.Module], object]
+
+@dataclass(frozen=True)
+class SetupOptions:
+    """What `run.setup` is asked for."""
+
+    precision: str
+    clip_norm: float | None
+    compile: Compile | None
+    activation_checkpointing: str | None
+    skips_nan: bool
+    ema: Ema | None
+    shard: Mapping[str, ShardRule]
+    parallelize: Parallelize | None
+    init_weights: Callable[[nn.Module], object] | None
+    init_from: weights.Given | None
 
 
 class ModelSetup:
@@ -41,25 +57,22 @@ class ModelSetup:
         self.compiles = False  # whether torch compiles any of the models
 
     def place(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        compile: Compile | None,
-        activation_checkpointing: str | None,
-        init_weights: InitWeights | None,
-        init_from: weights.Given | None,
-        precision: str = "float32",
+        self, model: nn.Module, optimizer: Optimizer | None, options: SetupOptions
     ) -> tuple[nn.Module, weights.Frozen | None]:
         """Returns what to call in training, and the frozen weights that checkpoints leave out, if any."""
-        activity = self._group.activity
+        activity, precision = self._group.activity, options.precision
+        _check(model, optimizer, precision)
+        self._strategy.check_precision(precision)
+        self._runtime.use_precision(precision)
+        self._strategy.split_by(options.shard, options.parallelize)
         self._strategy.convert(model)
         if precision == "fp8":
             use_float8(model, self._settings.strategy.blocks, self._runtime.device)
-        self._work_on_blocks(model, compile, activation_checkpointing)
+        self._work_on_blocks(model, options.compile, options.activation_checkpointing)
         activity.enter("placing the model", waits=self._group.world_size > 1)
-        self._strategy.fill(model, self._settings.seed, init_weights)
+        self._strategy.fill(model, self._settings.seed, options.init_weights)
         left_out = weights.are_left_out(model, self._settings.checkpoint.save)
-        begun = self._initial_weights(init_from, left_out)
+        begun = self._initial_weights(options.init_from, left_out)
         is_loaded = begun is not None and begun.before_placing(model)
         frozen = self._frozen(model) if left_out else None
         placed = self._strategy.place(model)
@@ -115,7 +128,7 @@ class ModelSetup:
         return None if found is None else weights.Frozen(frozenset(names), found)
 
 
-def check_model(model: nn.Module, optimizer: Optimizer | None, precision: str) -> None:
+def _check(model: nn.Module, optimizer: Optimizer | None, precision: str) -> None:
     if optimizer is not None and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("the model has no parameter that requires a gradient, so there is nothing to train")
     if precision not in get_args(Precision):

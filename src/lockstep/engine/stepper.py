@@ -21,7 +21,7 @@ from lockstep.errors import ConfigError
 from lockstep.evaluation.means import Mean
 from lockstep.profiler import Profiler
 from lockstep.record.aggregator import MetricAggregator
-from lockstep.strategy.base import Strategy, dp_rank_of
+from lockstep.strategy.base import Strategy
 from lockstep.strategy.optimizer_step import divides_gradients, dividing
 from lockstep.strategy.parameters import multiply_gradients
 
@@ -180,7 +180,7 @@ class Stepper:
         if self._logs_norm or (entry.clip_norm is not None and self._logs_norm is None):
             name = "gradient_norm" if len(self._models.optimizers) == 1 else f"gradient_norm/{entry.name}"
             # One value for all ranks: counted once, so that a resume on another number of ranks weighs it alike.
-            self._aggregator.note(number, int(dp_rank_of(self._strategy, self._group) == 0), {name: norm})
+            self._aggregator.note(number, int(self._strategy.dp_rank == 0), {name: norm})
         return divisor
 
     def _note_learning_rate(self, entry: Entry, optimizer: Optimizer) -> None:

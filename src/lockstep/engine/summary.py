@@ -53,10 +53,16 @@ def conclude(run: Run, outcome: dict[str, Any]) -> dict[str, Any]:
     return summary
 
 
-def conclude_interrupted(run: Run, interrupted: Interrupted) -> None:
-    run._engine.aggregator.close("interrupted", _LOGGERS_SECONDS)
-    if not run_folder.has_ended_before(run_folder.read_summary(run.folder)):
-        conclude(run, {"status": "interrupted", "reason": interrupted.reason})
+@contextlib.contextmanager
+def concluded_if_interrupted(run: Run) -> Iterator[None]:
+    """Writes the summary of a run that was asked to end before its first step."""
+    try:
+        yield
+    except Interrupted as interrupted:
+        run._engine.aggregator.close("interrupted", _LOGGERS_SECONDS)
+        if not run_folder.has_ended_before(run_folder.read_summary(run.folder)):
+            conclude(run, {"status": "interrupted", "reason": interrupted.reason})
+        raise
 
 
 def conclude_loop(run: Run, outcome: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.mirror.url import Url
-from lockstep.record.folder_lock import Holder
+from lockstep.record.folder_lease import Holder
 
 if TYPE_CHECKING:
     from lockstep.mirror.bucket import Bucket

@@ -20,7 +20,7 @@ from lockstep.mirror.bucket import Bucket, cannot_be_used, said
 from lockstep.mirror.lease import BucketLease, LeaseLost, last_token
 from lockstep.mirror.mark import MARK_FILE, Mark
 from lockstep.mirror.uploads import NotSent, Uploads
-from lockstep.record.folder_lock import Holder
+from lockstep.record.folder_lease import Holder
 
 logger = logging.getLogger(__name__)
 

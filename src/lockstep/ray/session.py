@@ -117,7 +117,8 @@ class Session:
             folder = self.folder or Folder(self._make_folder, _REMEDY)
             if not folder.in_bucket:
                 require_shared(self.present, folder)
-            run = self.present.open(folder.make, redirect=self.folder is not None, held=folder.mark is not None)
+            run = self.present.open(folder.make, redirect=self.folder is not None, held=folder.mark is not None,
+                                    restarted=True)  # fmt: skip
             self._reporter = self.make_reporter(run)
             if self._reporter is not None:
                 run._engine.aggregator.listener = self._reporter.on_row

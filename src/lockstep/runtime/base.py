@@ -7,7 +7,7 @@ import base64
 import contextlib
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -178,6 +178,16 @@ def set_generator_states(runtime: Runtime, states: dict[str, Any]) -> None:
     np.random.set_state((kind, np.frombuffer(_bytes(words), dtype=np.uint32), position, has_gauss, gauss))
     version, state, following = states["python"]
     random.setstate((version, tuple(np.frombuffer(_bytes(state), dtype=np.uint32).tolist()), following))
+
+
+def restore_generators(
+    runtime: Runtime, states: Sequence[Mapping[str, Any]], rank: int, world_size: int, anew: Sequence[int]
+) -> None:
+    """Restores the generators of a rank. On another number of ranks it gets new streams, from a seed and a place."""
+    if len(states) == world_size:
+        set_generator_states(runtime, dict(states[rank]))
+    else:
+        seed_generators(runtime, *anew)
 
 
 def _text(data: bytes) -> str:

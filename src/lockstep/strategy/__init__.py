@@ -6,8 +6,9 @@ from lockstep.config.load import check_strategy
 from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.distributed.group import Group
 from lockstep.runtime.base import Runtime
-from lockstep.strategy.base import SingleStrategy, Strategy
+from lockstep.strategy.base import Strategy
 from lockstep.strategy.ddp import DdpStrategy
+from lockstep.strategy.single import SingleStrategy
 
 
 def create(
@@ -17,21 +18,28 @@ def create(
 
     `leaves` is `train.exact`, whose random numbers depend on the seed.
     """
-    world_size = group.world_size
-    check_strategy(settings, runtime.name, world_size)
-    if leaves is not None:
-        from lockstep.strategy.exact import ExactStrategy
-
-        return ExactStrategy(runtime, group.rank, world_size, leaves, seed)
-    if runtime.name == "xla":
-        return _on_xla(settings, runtime, world_size)
-    if settings.has_mesh:
+    check_strategy(settings, runtime.name, group.world_size)
+    if leaves is None and settings.has_mesh and runtime.name != "xla":
         from lockstep.strategy.sharded import ShardedStrategy
 
         return ShardedStrategy(runtime, settings, group)
-    if world_size == 1:
+    strategy = _without_mesh(settings, runtime, group, leaves, seed)
+    strategy.dp_rank = group.rank
+    return strategy
+
+
+def _without_mesh(
+    settings: StrategySettings, runtime: Runtime, group: Group, leaves: int | None, seed: int
+) -> Strategy:
+    if leaves is not None:
+        from lockstep.strategy.exact import ExactStrategy
+
+        return ExactStrategy(runtime, group.rank, group.world_size, leaves, seed)
+    if runtime.name == "xla":
+        return _on_xla(settings, runtime, group.world_size)
+    if group.world_size == 1:
         return SingleStrategy(runtime)
-    return DdpStrategy(runtime, settings, world_size)
+    return DdpStrategy(runtime, settings, group.world_size)
 
 
 def _on_xla(settings: StrategySettings, runtime: Runtime, world_size: int) -> Strategy:

@@ -1,4 +1,4 @@
-"""The interface of a strategy: a way of spreading a model and its batches. And the strategy of one device."""
+"""The interface of a strategy: a way of spreading a model and its batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from lockstep.config.strategy import ShardRule
 from lockstep.data.batches import MicroBatch
-from lockstep.distributed.group import Group
 from lockstep.runtime.base import Runtime
 from lockstep.strategy.parameters import (
     Modules,
@@ -23,8 +22,6 @@ from lockstep.strategy.parameters import (
     move_state,
     multiply_gradients,
     named_parameters,
-    on_host,
-    to_device,
     values_of,
 )
 from lockstep.strategy.placing import Initialise, Parallelize, initialise
@@ -49,7 +46,7 @@ class Strategy(abc.ABC):
     def __init__(self, runtime: Runtime, world_size: int = 1) -> None:
         self.runtime, self.world_size = runtime, world_size
         self.dp_size = world_size  # the number of slices that a global batch is divided into
-        self.dp_rank: int | None = None  # the slice that this rank computes; None: each rank has one, in rank order
+        self.dp_rank = 0  # the slice that this rank computes; ranks with the same one draw the same random numbers
         self.is_dp_leader = True  # others that compute the same slice are not counted again
         self.micro_batches = 1  # devices of this process that take a micro-batch each, one after the other
         self.batch_multiple = 1  # examples of a micro-batch are a multiple of this, to be spread over devices evenly
@@ -67,11 +64,8 @@ class Strategy(abc.ABC):
         """The device meshes, by name."""
         return {}
 
-    def use_rules(self, rules: Mapping[str, ShardRule]) -> None:  # noqa: B027
-        """Adds the sharding rules of the task; those of the config come before them."""
-
-    def use_parallelize(self, parallelize: Parallelize | None) -> None:  # noqa: B027
-        """Sets a user's function that splits models in place of a strategy with a mesh of processes."""
+    def split_by(self, rules: Mapping[str, ShardRule], parallelize: Parallelize | None) -> None:  # noqa: B027
+        """Adds the task's sharding rules, after those of the config; and its own function that splits models."""
 
     def check_precision(self, precision: str) -> None:  # noqa: B027
         """Refuses a precision that does not go with how the model is split."""
@@ -148,10 +142,8 @@ class Strategy(abc.ABC):
         return total / (self.total_count(counts) if counts else self._replicas_averaged)
 
     def drop_unreduced(self, optimizer: Optimizer, abandoned: bool) -> None:  # noqa: B027
-        """Drops gradients that an optimizer's zero_grad does not reach: they wait for the last micro-batch.
-
-        The batch is `abandoned` where the loop was left: it comes again, whole.
-        """
+        """Drops gradients that wait for the last micro-batch, where an optimizer's zero_grad does not reach them. An
+        `abandoned` batch, whose loop was left, comes again."""
 
     def keep_gradients(self, parameters: Parameters) -> None:  # noqa: B027
         """An optimizer was asked to step before the last micro-batch: the loop is done with this one."""
@@ -217,19 +209,3 @@ class Strategy(abc.ABC):
 
     def equalize_buffers(self, modules: Modules) -> None:  # noqa: B027
         """Gives every rank rank 0's buffers (running statistics), before they are evaluated or saved."""
-
-
-def dp_rank_of(strategy: Strategy, group: Group) -> int:
-    """Returns the slice of a batch that this rank computes. Ranks with the same one also draw the same random
-    numbers."""
-    return group.rank if strategy.dp_rank is None else strategy.dp_rank
-
-
-class SingleStrategy(Strategy):
-    name = "single"
-
-    def place(self, model: nn.Module) -> nn.Module:
-        return to_device(model, self.runtime.device)
-
-    def parameters_to_check(self, modules: Modules) -> dict[str, Tensor]:
-        return on_host(modules, self.runtime.fetch)

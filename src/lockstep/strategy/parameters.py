@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,18 @@ def on_host(modules: Modules, fetch: Callable[[list[Tensor]], list[Tensor]]) -> 
 
 def prefixed(modules: Modules, module: str, name: str) -> str:
     return name if len(modules) == 1 else f"{module}.{name}"
+
+
+@contextlib.contextmanager
+def without_gradients(models: Iterable[nn.Module]) -> Iterator[None]:
+    trained = [each for model in models for each in model.parameters() if each.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 def gradients_of(parameters: Parameters) -> list[Tensor]:

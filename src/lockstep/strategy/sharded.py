@@ -97,10 +97,8 @@ class ShardedStrategy(Strategy):
     def meshes(self) -> Mapping[str, Any]:
         return {"mesh": self._mesh}
 
-    def use_rules(self, rules: Mapping[str, ShardRule]) -> None:
+    def split_by(self, rules: Mapping[str, ShardRule], parallelize: Parallelize | None) -> None:
         self._rules = meshing.with_rules_of_code(self._settings.shard, rules, self._shapes)
-
-    def use_parallelize(self, parallelize: Parallelize | None) -> None:
         if parallelize is not None:
             parallelized.refuse_settings(self._settings, self._rules)
         self._parallelize = parallelize
@@ -268,7 +266,7 @@ class ShardedStrategy(Strategy):
     def all_gather(self, tensor: Tensor) -> Tensor:
         if self.world_size == 1:
             return tensor
-        return collectives.all_gather(tensor, self.dp_rank or 0, self.is_dp_leader, self._copies)
+        return collectives.all_gather(tensor, self.dp_rank, self.is_dp_leader, self._copies)
 
     def computed(self, last: bool) -> None:
         super().computed(last)

@@ -20,6 +20,7 @@ from lockstep.runtime.xla import XlaRuntime
 from lockstep.strategy import mesh as meshing
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.parameters import Modules, on_host, to_device
+from lockstep.strategy.placing import Parallelize
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class SpmdStrategy(Strategy):
     def meshes(self) -> Mapping[str, Any]:
         return {name.rpartition(".")[2]: each for name, each in self._meshes.items()}
 
-    def use_rules(self, rules: Mapping[str, ShardRule]) -> None:
+    def split_by(self, rules: Mapping[str, ShardRule], parallelize: Parallelize | None) -> None:
         self._rules = meshing.with_rules_of_code(self._settings.shard, rules, self._shapes)
 
     def place(self, model: nn.Module) -> nn.Module:

@@ -31,7 +31,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.runtime.base import seed_generators
 from lockstep.runtime.cpu import CpuRuntime
 from lockstep.runtime.moving import map_tensors
-from lockstep.strategy.base import SingleStrategy
+from lockstep.strategy.single import SingleStrategy
 from lockstep.tasks.create import create_task
 from lockstep.tasks.task import Task, defines
 from lockstep.tasks.trainer import datasets_of

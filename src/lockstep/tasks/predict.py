@@ -33,7 +33,6 @@ from lockstep.engine.run import Run
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.evaluation.means import evaluating
 from lockstep.record.writers import write_json
-from lockstep.strategy.base import dp_rank_of
 from lockstep.tasks.create import create_task
 from lockstep.tasks.evaluate import RESULT_FILE, bring_back, data_named, weights_asked_for
 from lockstep.tasks.task import Task, defines
@@ -121,9 +120,7 @@ class _Work:
     def write_parts(self, parts: Sequence[int], folder: Path) -> bool:
         """Writes the parts of this rank. Returns whether it was asked to leave before the last."""
         strategy = self._engine.strategy
-        turns = range(
-            dp_rank_of(strategy, self._engine.group), _rounded(len(parts), strategy.dp_size), strategy.dp_size
-        )
+        turns = range(strategy.dp_rank, _rounded(len(parts), strategy.dp_size), strategy.dp_size)
         mine = [parts[turn] if turn < len(parts) else None for turn in turns]
         batches = self._fetched([indices for part in mine for indices in self._batches_of(part)])
         next_line = time.monotonic() + _LOG_SECONDS

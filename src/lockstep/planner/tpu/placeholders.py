@@ -23,8 +23,9 @@ from lockstep.runtime.base import Runtime
 from lockstep.runtime.moving import map_tensors
 from lockstep.runtime.xla import XlaRuntime
 from lockstep.strategy import mesh as meshing
-from lockstep.strategy.base import SingleStrategy, Strategy
+from lockstep.strategy.base import Strategy
 from lockstep.strategy.parameters import Parameters
+from lockstep.strategy.single import SingleStrategy
 from lockstep.strategy.spmd import SpmdStrategy
 from lockstep.strategy.xla_ddp import XlaDdpStrategy
 from lockstep.tasks.loop import step_of
