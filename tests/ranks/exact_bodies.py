@@ -55,7 +55,13 @@ def settings_of(seed: int) -> dict[str, Any]:
         "two": choose.random() < 0.3,
         "optimizer": choose.choice(["AdamW", "SGD"]),
         "zero_grad": choose.choice(["never", "before", "after"]),
+        "late": choose.choice([None, None, "a second loss", "cleared"]),
+        "break": choose.random() < 0.3,
     }
+
+
+def outputs_of(models: dict[str, Any], inputs: Tensor) -> Any:
+    return sum(model(inputs) for model in models.values())
 
 
 def train(run: Run, seed: int, until: int = 9, noise: bool = True) -> tuple[str, dict[str, float]]:
@@ -71,6 +77,7 @@ def train(run: Run, seed: int, until: int = 9, noise: bool = True) -> tuple[str,
         made = getattr(torch.optim, how["optimizer"])(net.parameters(), lr=0.01)
         models[name], optimizers[name] = run.setup(net, made, name=name, clip_norm=how["clip_norm"], ema=how["ema"])
     run.restore()
+    broken = run.progress.step > 2
     while run.progress.step < until:
         for inputs, labels in run.batches(
             data(100), how["batch_size"], accumulate=how["accumulate"], drop_last=how["drop_last"]
@@ -78,13 +85,23 @@ def train(run: Run, seed: int, until: int = 9, noise: bool = True) -> tuple[str,
             if how["zero_grad"] == "before" and how["accumulate"] == 1:
                 for optimizer in optimizers.values():
                     optimizer.zero_grad()
-            outputs = sum(model(inputs) for model in models.values())
+            outputs = outputs_of(models, inputs)
             if how["tokens"]:  # labels of -1 count for nothing, so that leaves have different counts
                 total = F.cross_entropy(outputs, labels, ignore_index=-1, reduction="sum")
                 loss: Any = Mean(total, (labels >= 0).sum())
             else:
                 loss = outputs.square().mean()
             run.backward(loss)
+            if how["break"] and not broken and run.progress.step == 2:  # the batch comes again, whole
+                broken = run.completes_batch
+                if broken:
+                    break
+                continue
+            if run.progress.step == 4 and how["late"] == "a second loss" and not how["tokens"]:
+                run.backward(sum(model.first.weight.square().mean() for model in models.values()))
+            if run.progress.step == 5 and how["late"] == "cleared" and how["accumulate"] == 1 and not how["two"]:
+                optimizers["one"].zero_grad()  # of one leaf: then those of the other loss are all it has
+                run.backward(outputs_of(models, inputs).abs().mean())
             run.log(loss=loss)
             stepped = [run.step(optimizer) for optimizer in optimizers.values()]
             if how["zero_grad"] == "after" and how["accumulate"] == 1:
@@ -114,5 +131,7 @@ def refused(run: Run, what: str) -> None:
         run.backward(loss)
         if what == "no step":
             continue
+        if what == "clipped by hand":
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         if run.step(optimizer) and what == "after a step":
             run.backward(model(inputs).mean())

@@ -81,6 +81,7 @@ def test_without_exact_the_same_loop_depends_on_the_ranks(tmp_path: Path) -> Non
         ("own data", "this loop brings its own data: use run.batches"),
         ("all_gather", "a loss over pairs sees the examples of its leaf"),
         ("no step", "gradients of the batch before wait for a step"),
+        ("clipped by hand", "gradients were changed between run.backward and run.step"),
         ("after a step", "comes after an optimizer has stepped for the batch"),
     ],
 )

@@ -145,7 +145,22 @@ def _moved_into(part: torch.Tensor) -> Callable[[torch.Tensor], None]:
     return move
 
 
+class _AtOnce:
+    """In place of a thread, in which memory would not be counted."""
+
+    def do(self, what: Callable[[], None]) -> None:
+        what()
+
+    def wait(self) -> None:
+        pass
+
+
 class FakeExact(ExactStrategy):
+    def __init__(self, runtime: Runtime, group: Group, leaves: int, seed: int) -> None:
+        super().__init__(runtime, group, leaves, seed)
+        if self._exchange is not None:
+            self._exchange.thread = _AtOnce()
+
     def _anywhere(self, present: list[bool]) -> list[bool]:
         return present
 
@@ -155,7 +170,7 @@ def _create(
 ) -> Strategy:
     check_strategy(settings, runtime.name, group.world_size)
     if leaves is not None:
-        return FakeExact(runtime, group.rank, group.world_size, leaves, seed)
+        return FakeExact(runtime, group, leaves, seed)
     if settings.type in ("auto", "ddp") and group.world_size > 1:
         return FakeDdp(runtime, settings, group.world_size)
     return _really_create(settings, runtime, group)

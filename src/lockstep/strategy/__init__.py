@@ -34,7 +34,7 @@ def _without_mesh(
     if leaves is not None:
         from lockstep.strategy.exact import ExactStrategy
 
-        return ExactStrategy(runtime, group.rank, group.world_size, leaves, seed)
+        return ExactStrategy(runtime, group, leaves, seed)
     if runtime.name == "xla":
         return _on_xla(settings, runtime, group.world_size)
     if group.world_size == 1:

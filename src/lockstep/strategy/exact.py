@@ -20,16 +20,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.data.batches import MicroBatch
+from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime, seed_generators
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.parameters import Parameters, to_device
+from lockstep.strategy.tree_exchange import Node, TreeExchange, add_over_ranks, buckets, device_between, flat_views
 
-Node = dict[Hashable, Tensor]
-
-_BUCKET_BYTES = 64 * 2**20
-# Gradients begin at multiples of so many elements, as they would by themselves: reductions on CUDA depend on it.
-_ALIGNED = 128
 _AFTER_LEAVES = -1  # takes the place of a leaf: between two steps all ranks draw the same
 
 
@@ -74,6 +71,20 @@ class LeafTree:
     def is_empty(self) -> bool:
         return not any(self._nodes)
 
+    def has(self, key: Hashable) -> bool:
+        return any(key in node for node in self._nodes)
+
+    def add_up(self, keys: Sequence[Hashable], views: Node, given: set[Hashable]) -> None:
+        """Adds what the leaves before have to what `views` were `given` of the last leaf, and to zeros elsewhere."""
+        for node in reversed(self._nodes):
+            here = [key for key in keys if key in node]
+            alone = [views[key] for key in given if key not in node]
+            if here:
+                torch._foreach_add_([views[key] for key in here], [node[key] for key in here])
+            if alone:
+                torch._foreach_add_(alone, 0)
+            given.update(here)
+
 
 def _parent(left: Node, right: Node) -> Node:
     """Adds two nodes. What only one of them has is added to zero, as it is where the other is on another rank."""
@@ -91,9 +102,13 @@ class ExactStrategy(Strategy):
 
     reduces_in_step = True
 
-    def __init__(self, runtime: Runtime, rank: int, world_size: int, leaves: int, seed: int) -> None:
+    def __init__(self, runtime: Runtime, group: Group, leaves: int, seed: int) -> None:
+        rank, world_size = group.rank, group.world_size
         super().__init__(runtime, world_size)
         self.name = "ddp" if world_size > 1 else "single"
+        self._exchange = TreeExchange(runtime, group, self._fill) if world_size > 1 else None
+        self._overlaps = True  # until gradients change after they were sent
+        self._seen: dict[nn.Parameter, tuple[Tensor, int]] = {}  # gradients as the backward pass left them
         self.has_replicas = world_size > 1
         self.leaves, self._rank, self._seed = leaves, rank, seed
         self._first = rank * leaves // world_size
@@ -119,6 +134,10 @@ class ExactStrategy(Strategy):
     def place_optimizer(self, optimizer: Optimizer) -> None:
         super().place_optimizer(optimizer)
         self._optimizers.append(optimizer)
+        if self._exchange is not None:
+            for parameter in _parameters_of(optimizer):
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._exchange.computed)  # type: ignore[no-untyped-call]
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         raise ConfigError(
@@ -138,6 +157,9 @@ class ExactStrategy(Strategy):
         if source == self._source:
             self._piece, self._weight = self._piece + 1, self._weight + micro.weight
         self._step = step
+        if self._exchange is not None and source == self._source and micro.completes_batch:
+            self._tree.skip_to(self._leaf - self._first)
+            self._exchange.arm()
         seed_generators(self.runtime, self._seed, step, self._leaf, self._piece)
 
     def _begin_batch(self, source: str, leaf: int) -> None:
@@ -155,28 +177,35 @@ class ExactStrategy(Strategy):
     def computed(self, last: bool) -> None:
         super().computed(last)
         self._computed = True
+        self._seen = {each: (each.grad, each.grad._version) for each in self._parameters() if each.grad is not None}
 
-    def _end_leaf(self) -> None:
-        """Takes the gradients of the leaf that ends here; the next one computes its own."""
+    def _parameters(self) -> list[nn.Parameter]:
+        return list(dict.fromkeys(each for optimizer in self._optimizers for each in _parameters_of(optimizer)))
+
+    def _end_leaf(self, dropped: Mapping[Hashable, Tensor] | None = None) -> None:
+        """Takes the gradients of the leaf that ends here, but for those to drop; the next leaf computes its own."""
         if not self._computed:
             return
         self._computed = False
         self._tree.skip_to(self._leaf - self._first)
-        self._tree.add(self._taken_gradients())
+        self.keep_gradients(self._parameters())
+        self._tree.add({key: each for key, each in self._kept.items() if dropped is None or key not in dropped})
+        self._kept = {}
         self._buffers.end_leaf(self._leaf, self._leaf - self._first, self._weight)
 
-    def _taken_gradients(self) -> Node:
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                self.keep_gradients(group["params"])
-        node, self._kept = self._kept, {}
-        return node
-
     def keep_gradients(self, parameters: Parameters) -> None:
+        if self._exchange is not None:
+            self._exchange.changed(parameters)
         for parameter in parameters:
             gradient, parameter.grad = parameter.grad, None
             if gradient is None:
                 continue
+            seen = self._seen.pop(parameter, None)
+            if seen is not None and (gradient is not seen[0] or gradient._version != seen[1]):
+                raise ConfigError(
+                    f"train.exact: {self.leaves}: gradients were changed between run.backward and run.step, where each "
+                    "is that of one leaf. Clip by train.clip_norm (run.setup(clip_norm=...)), or leave train.exact out"
+                )
             if gradient.is_sparse:
                 raise ConfigError(
                     f"train.exact: {self.leaves}: an embedding has sparse gradients, which are added in no fixed "
@@ -195,19 +224,22 @@ class ExactStrategy(Strategy):
                 "own data: use run.batches with a dataset, or leave train.exact out"
             )
         if self._tree.taken or self._computed:
-            self._end_leaf()
-            self._root = self._tree.finish()
-            self._buffers.finish(self._exchanged)
+            self._root = self._reduced()
+            self._buffers.finish(self._continued)
             seed_generators(self.runtime, self._seed, self._step, _AFTER_LEAVES)
-        found = self._exchanged({each: self._root.pop(each) for each in parameters if each in self._root}, parameters)
         for parameter in parameters:
-            parameter.grad = found.get(parameter)
+            parameter.grad = self._root.pop(parameter, None)
 
     def drop_unreduced(self, optimizer: Optimizer, abandoned: bool) -> None:
         """In the midst of a batch, zero_grad is for the current leaf alone: loops call it for every micro-batch."""
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        parameters = _parameters_of(optimizer)
+        if self._exchange is not None:
+            self._exchange.changed(parameters)
+            if abandoned and self._exchange.armed:
+                self._exchange.finish()  # other ranks wait for it
         for each in parameters:
             self._root.pop(each, None)
+            self._seen.pop(each, None)
             if abandoned:
                 self._kept.pop(each, None)
         if abandoned:
@@ -227,89 +259,68 @@ class ExactStrategy(Strategy):
         mine = torch.stack([torch.as_tensor(each, dtype=dtype, device=device).detach().reshape(()) for each in counts])
         if self.world_size == 1:
             return mine.sum()
-        here = mine.to(_device_between(device))
+        here = mine.to(device_between(device))
         of_all = [torch.empty_like(here) for _ in range(self.world_size)]
         dist.all_gather(of_all, here)
         return torch.cat(of_all).to(device).sum()
 
-    def _exchanged(self, node: Node, keys: Sequence[Hashable], like: Mapping[Hashable, Tensor] | None = None) -> Node:
-        """Continues the tree over ranks. Returns the sum of what any of them has."""
+    def _fill(self, keys: Sequence[Any], views: Node) -> None:
+        """Writes this rank's sums, as they are with the gradients that are there now."""
+        leaf = {key: each for key in keys if (each := self._kept.get(key, key.grad)) is not None}
+        if leaf:
+            torch._foreach_copy_([views[key] for key in leaf], list(leaf.values()))
+        for key in [key for key in keys if key in self._kept and key.grad is not None]:
+            views[key] += key.grad
+        self._tree.add_up(keys, views, set(leaf))
+
+    def _reduced(self) -> Node:
+        """Returns the gradients of the whole batch, of the parameters of all optimizers."""
+        exchange, all_parameters = self._exchange, self._parameters()
+        if exchange is None:
+            self._end_leaf()
+            return self._tree.finish()
+        found, stale = exchange.finish()
+        here = {each for each in all_parameters if each.grad is not None or self._tree.has(each) or each in self._kept}
+        flags = [each in here for each in all_parameters] + [number in stale for number in range(exchange.count)]
+        anywhere = self._anywhere(flags)
+        present = [each for each, there in zip(all_parameters, anywhere, strict=False) if there]
+        again = [number for number, is_stale in enumerate(anywhere[len(all_parameters) :]) if is_stale]
+        for key in [*exchange.keys(again), *set(found).difference(present)]:
+            found.pop(key, None)
+        self._tree.drop(list(found))
+        self._end_leaf(dropped=found)
+        found |= self._exchanged(self._tree.finish(), [key for key in present if key not in found])
+        self._overlaps = self._overlaps and not again
+        exchange.plan(present[::-1] if self._overlaps else [])
+        return found
+
+    def _continued(self, node: Node, like: Mapping[Hashable, Tensor]) -> Node:
+        """Continues the tree of buffers over ranks. Returns the sum of what any of them has."""
         if self.world_size == 1:
             return node
-        tensors = [like[key] if like is not None else key for key in keys]
-        there = self._anywhere([key in node for key in keys])
-        wanted = [(key, each) for key, each, present in zip(keys, tensors, there, strict=True) if present]
+        there = self._anywhere([key in node for key in like])
+        return self._exchanged(node, [key for key, present in zip(like, there, strict=True) if present], like)
+
+    def _exchanged(self, node: Node, keys: Sequence[Any], like: Mapping[Hashable, Tensor] | None = None) -> Node:
         found: Node = {}
-        for bucket in _buckets(wanted):
-            flat, views = _flattened(bucket, node, self.world_size)
+        for bucket in buckets([(key, like[key] if like is not None else key) for key in keys]):
+            flat, views = flat_views(bucket, self.world_size)
+            here = [key for key, _ in bucket if key in node]
+            if here:
+                torch._foreach_copy_([views[key] for key in here], [node.pop(key) for key in here])
             add_over_ranks(flat, self._rank, self.world_size)
             found.update(views)
         return found
 
     def _anywhere(self, present: list[bool]) -> list[bool]:
         """Returns for each of these whether any rank has it."""
-        has = torch.tensor(present, dtype=torch.uint8, device=_device_between(self.runtime.device))
+        has = torch.tensor(present, dtype=torch.uint8, device=device_between(self.runtime.device))
         dist.all_reduce(has, dist.ReduceOp.MAX)
         return list(map(bool, has.tolist()))
 
 
-def _buckets(wanted: Sequence[tuple[Hashable, Any]]) -> list[list[tuple[Hashable, Tensor]]]:
-    """Groups tensors of one dtype and device, each group of a limited size."""
-    found: list[list[tuple[Hashable, Tensor]]] = []
-    open_ones: dict[tuple[torch.dtype, torch.device], int] = {}
-    for key, tensor in wanted:
-        kind = (tensor.dtype, tensor.device)
-        at = open_ones.get(kind)
-        if at is None or sum(each.nbytes for _, each in found[at]) + tensor.nbytes > _BUCKET_BYTES:
-            at = open_ones[kind] = len(found)
-            found.append([])
-        found[at].append((key, tensor))
-    return found
-
-
-def _flattened(bucket: Sequence[tuple[Hashable, Tensor]], node: Node, world_size: int) -> tuple[Tensor, Node]:
-    """Moves a bucket's part of a node into one tensor. Returns it, and its parts in their shapes."""
-    starts, end = [], 0
-    for _, tensor in bucket:
-        starts.append(end)
-        end += -(-tensor.numel() // _ALIGNED) * _ALIGNED
-    flat = torch.zeros(-(-end // world_size) * world_size, dtype=bucket[0][1].dtype, device=bucket[0][1].device)
-    views: Node = {
-        key: flat[start : start + tensor.numel()].view(tensor.shape)
-        for start, (key, tensor) in zip(starts, bucket, strict=True)
-    }
-    here = [key for key, _ in bucket if key in node]
-    if here:
-        torch._foreach_copy_([views[key] for key in here], [node.pop(key) for key in here])
-    return flat, views
-
-
-def add_over_ranks(flat: Tensor, rank: int, world_size: int) -> None:
-    """Sums a tensor over ranks in place in the order of a binary tree: halving what is exchanged, then the way back."""
-    low, high, distance = 0, flat.numel(), 1
-    exchanges: list[tuple[int, tuple[int, int], tuple[int, int]]] = []
-    while distance < world_size:
-        partner, middle = rank ^ distance, (low + high) // 2
-        kept, given = ((low, middle), (middle, high)) if rank < partner else ((middle, high), (low, middle))
-        flat[slice(*kept)] += _swapped(flat[slice(*given)], kept[1] - kept[0], partner)
-        exchanges.append((partner, kept, given))
-        (low, high), distance = kept, distance * 2
-    for partner, kept, given in reversed(exchanges):
-        flat[slice(*given)] = _swapped(flat[slice(*kept)], given[1] - given[0], partner)
-
-
-def _swapped(mine: Tensor, length: int, partner: int) -> Tensor:
-    """Sends a tensor to another rank, and returns what that rank sends. Gloo sends from the host alone."""
-    here = mine.to(_device_between(mine.device))
-    theirs = torch.empty(length, dtype=mine.dtype, device=here.device)
-    sent, received = dist.P2POp(dist.isend, here, partner), dist.P2POp(dist.irecv, theirs, partner)
-    for work in dist.batch_isend_irecv([sent, received]):
-        work.wait()
-    return theirs.to(mine.device)
-
-
-def _device_between(device: torch.device) -> torch.device:
-    return torch.device("cpu") if dist.get_backend() == "gloo" else device
+def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 class LeafBuffers:
@@ -351,13 +362,12 @@ class LeafBuffers:
         self._tree.add(changes)
         self._restore()
 
-    def finish(self, exchanged: Callable[..., Node]) -> None:
-        """Gives buffers the weighted mean over all leaves."""
+    def finish(self, continued: Callable[[Node, Mapping[Hashable, Tensor]], Node]) -> None:
+        """Gives buffers the weighted mean over all leaves; `continued` continues the tree over ranks."""
         changes = self._tree.finish()
         if not self._begun:
             return
-        befores = {key: before for key, (_, before) in self._begun.items()}
-        found = exchanged(changes, list(befores), befores)
+        found = continued(changes, {key: before for key, (_, before) in self._begun.items()})
         with torch.no_grad():
             for key, change in found.items():
                 buffer, before = self._begun[key]  # type: ignore[index]
