@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from plain import DECAY
 from programs import Program, Walk, build_models, build_source, computed, is_walked
+from torch.utils.data import DataLoader
 
 import lockstep
 from lockstep.config.schema import RunSettings
@@ -53,6 +54,7 @@ class Loop:
         self._counts: dict[str, int] = {}
         self._has_quit = False
         self.seen: list[Any] = []
+        self._loaders: dict[int, DataLoader[Any]] = {}
         run.register_state("loop", self)
 
     def state_dict(self) -> dict[str, Any]:
@@ -70,6 +72,11 @@ class Loop:
 
     def _batches(self, number: int, accumulate: int) -> Iterator[Any]:
         run, source, data = self._run, self._program.sources[number], self._data[number]
+        if source.loader:
+            if number not in self._loaders:
+                shuffle = source.shuffle and source.kind != "stream"
+                self._loaders[number] = DataLoader(data, source.batch_size, shuffle=shuffle)
+            return run.batches(self._loaders[number], accumulate=accumulate, name=f"mine {number}")
         how: dict[str, Any] = {"shuffle": source.shuffle, "accumulate": accumulate}
         if source.named:
             return run.batches(data, source.batch_size, name=f"mine {number}", **how)

@@ -21,6 +21,7 @@ class Source:
     batch_size: int
     shuffle: bool
     named: bool
+    loader: bool = False  # whether the loop has a DataLoader of torch
 
     @property
     def batches(self) -> int:
@@ -154,6 +155,7 @@ def programs(draw: st.DrawFn) -> Program:
             kind=draw(st.sampled_from(["tensors", "tensors", "list", "subset", "stream"])),
             length=draw(st.sampled_from(lengths)), batch_size=draw(st.integers(1, 4)), shuffle=draw(st.booleans()),
             named=draw(st.booleans()),
+            loader=draw(st.integers(0, 3)) == 0,
         )
         for _ in range(draw(st.integers(1, 3)))
     )  # fmt: skip

@@ -277,13 +277,20 @@ class Loaders:
             multiple=self._multiple, leaves=self._leaves, **how,
         )  # fmt: skip
 
-    def for_training(self, source: str, dataset: Dataset[Any], plan: GlobalBatches, collate: Collate | None) -> Loader:
+    def for_training(
+        self,
+        source: str,
+        dataset: Dataset[Any],
+        plan: GlobalBatches,
+        collate: Collate | None,
+        loading: Loading | None = None,
+    ) -> Loader:
         """Returns the one loader of a source; another collate function needs a new one, another plan does not."""
         known = self._training.get(source)
         if known is None or (known.dataset is not dataset) or known.collate != collate:
             if known is not None:
                 known.close()
-            known = self._training[source] = Loader(dataset, plan, collate, self.loading, source)
+            known = self._training[source] = Loader(dataset, plan, collate, loading or self.loading, source)
         known.plan = plan
         return known
 

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch.utils.data import Dataset
-
 from lockstep.config.load import uneven_shares
 from lockstep.config.schema import RunSettings
 from lockstep.data.batches import MicroBatch
 from lockstep.data.cursors import Cursor, Cursors, Progress
 from lockstep.data.loader import Collate, Loaders, check_dataset, one_ahead
-from lockstep.data.order import OrderChoice, choose
+from lockstep.data.order import choose
+from lockstep.data.source import Source
 from lockstep.data.stream import Pass, Streams
 from lockstep.data.stream_batches import streamed
 from lockstep.data.stream_reader import check_stream, is_stateful, is_stream
@@ -152,32 +151,21 @@ class BatchFeed:
 
     # Planning a pass
 
-    def plan(
-        self,
-        dataset: Dataset[Any],
-        batch_size: int,
-        collate: Collate | None,
-        name: str | None,
-        *,
-        shuffle: bool,
-        drop_last: bool,
-        accumulate: int,
-        order: OrderChoice = None,
-        site: str | None = None,
-    ) -> PlannedPass:
+    def plan(self, given: Source, name: str | None, *, accumulate: int, site: str | None = None) -> PlannedPass:
         """Checks a pass over a dataset or a stream of examples."""
+        dataset, batch_size, drop_last = given.dataset, given.batch_size, given.drop_last
         accumulate *= self._strategy.micro_batches
         self._release_for(dataset)
         if is_stream(dataset):
-            if order is not None:
+            if given.order is not None:
                 raise ConfigError(
                     f"run.batches: order is for data that has an index, and {type(dataset).__name__} is a stream, "
                     "which comes in the order that it has: leave it out"
                 )
-            return self._plan_examples(dataset, batch_size, collate, name, shuffle, drop_last, accumulate, site)
+            return self._plan_examples(given, name, accumulate, site)
         self._log_uneven_shares(batch_size)
         check_dataset(dataset, "the dataset")
-        chosen = choose(order, shuffle, dataset, batch_size, self.seed)
+        chosen = choose(given.order, given.shuffle, dataset, batch_size, self.seed)
         source = self.cursors.find(dataset, chosen.count, name, site)
         plan = self._loaders.plan(dataset, batch_size, accumulate=accumulate, given=chosen, drop_last=drop_last)
         if plan.batches == 0:
@@ -197,24 +185,15 @@ class BatchFeed:
         def begin(cursor: Cursor) -> MicroBatches:
             if compares:
                 self._compare_order(cursor, facts)
-            loader = self._loaders.for_training(cursor.name, dataset, plan, collate)
+            loader = self._loaders.for_training(cursor.name, dataset, plan, given.collate, given.loading)
             micros: Any = loader.epoch(cursor.epoch, plan.batches if cursor.ended else cursor.batch)
             ahead = self._runtime.copies_ahead and loader.fetches_ahead
             return one_ahead(micros, self._runtime.begin_move) if ahead else micros  # type: ignore[return-value]
 
         return PlannedPass(dataset, facts, name, site, accumulate, begin)
 
-    def _plan_examples(
-        self,
-        data: Any,
-        batch_size: int,
-        collate: Collate | None,
-        name: str | None,
-        shuffle: bool,
-        drop_last: bool,
-        accumulate: int,
-        site: str | None,
-    ) -> PlannedPass:
+    def _plan_examples(self, given: Source, name: str | None, accumulate: int, site: str | None) -> PlannedPass:
+        data, batch_size, shuffle = given.dataset, given.batch_size, given.shuffle
         refuse_stream(data, self._strategy.leaves)
         check_stream(data, "run.batches")
         source = self._streams.source(data)
@@ -223,7 +202,7 @@ class BatchFeed:
             "batch_size": batch_size,
             "shuffle": shuffle,
             "shuffle_buffer": self._shuffle_buffer,
-            "drop_last": drop_last,
+            "drop_last": given.drop_last,
             "seed": self.seed,
         }
 
@@ -232,7 +211,7 @@ class BatchFeed:
                 return None
             self._exchange_places()  # of a pass that was left in the middle and continues
             walk = self._streams.training(
-                data, batch_size, collate, accumulate, drop_last, epoch=cursor.epoch, start=cursor.batch,
+                data, batch_size, given.collate, accumulate, given.drop_last, epoch=cursor.epoch, start=cursor.batch,
                 shuffle=shuffle, buffer=self._shuffle_buffer, saved=cursor.stream, name=cursor.name,
             )  # fmt: skip
             cursor.kind = walk.kind

@@ -24,6 +24,7 @@ from lockstep.config.schema import RunConfig, RunSettings
 from lockstep.config.strategy import COMM_HOOKS
 from lockstep.data.cursors import Due, Progress
 from lockstep.data.loader import Collate
+from lockstep.data.source import Source
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import Topology
 from lockstep.engine.batch_feed import BatchFeed, PlannedPass
@@ -179,8 +180,8 @@ class Engine:
     def _goes_on(self) -> bool:
         return self.stopped is None
 
-    def batches(self, dataset: Dataset[Any], batch_size: int, collate: Collate | None, **how: Any) -> Iterator[Any]:
-        yield from self._walk(self.feed.plan(dataset, batch_size, collate, **how))
+    def batches(self, source: Source, **how: Any) -> Iterator[Any]:
+        yield from self._walk(self.feed.plan(source, **how))
 
     def stream(self, batches: Iterable[Any], count: Callable[[Any], int], **how: Any) -> Iterator[Any]:
         yield from self._walk(self.feed.plan_stream(batches, count, **how))
@@ -322,9 +323,9 @@ class Engine:
 
     # Evaluation
 
-    def evaluate(self, measure: Measure, dataset: Dataset[Any], batch_size: int, **how: Any) -> dict[str, float]:
-        with self.profiler.region("validate"), self._noted("validate", how["name"]):
-            return self.evaluator.evaluate(measure, dataset, batch_size, **how)
+    def evaluate(self, measure: Measure, source: Source, on: str, name: str) -> dict[str, float]:
+        with self.profiler.region("validate"), self._noted("validate", name):
+            return self.evaluator.evaluate(measure, source.examples, source.batch_size, on, source.collate, name)
 
     def evaluate_or_leave(
         self, measure: Measure, datasets: Mapping[str, Dataset[Any]], batch_size: int, on: str, collate: Collate | None

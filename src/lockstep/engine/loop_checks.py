@@ -152,7 +152,7 @@ class LoopChecks:
         if everywhere:
             logger.warning(
                 "every rank reads all of the data: a DataLoader over %s (%d examples) is not divided over the %d "
-                "ranks. Iterate run.batches(dataset, batch_size) instead, with the batch size of all ranks together",
+                "ranks. Iterate run.batches(loader) instead, with the batch size of all ranks together",
                 everywhere[0][0], everywhere[0][1], ranks,
             )  # fmt: skip
         elif len(set(losses)) > 1 and all(each["losses"] == losses for each in found):

@@ -11,13 +11,14 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from lockstep.checkpoint.registered import Stateful
 from lockstep.config.training import Compile, Ema
 from lockstep.data.cursors import Progress, call_site
 from lockstep.data.loader import Collate
 from lockstep.data.order import OrderChoice
+from lockstep.data.source import source_of
 from lockstep.engine.devices import Devices
 from lockstep.engine.ema import ema_settings, in_place
 from lockstep.engine.engine import Engine
@@ -217,8 +218,8 @@ class Run:
 
     def batches(
         self,
-        dataset: Dataset[Any],
-        batch_size: int,
+        dataset: Dataset[Any] | DataLoader[Any],
+        batch_size: int | None = None,
         *,
         shuffle: bool = True,
         drop_last: bool = False,
@@ -227,18 +228,17 @@ class Run:
         name: str | None = None,
         order: OrderChoice = None,
     ) -> Iterator[Any]:
-        """Yields this rank's part of every global batch of a pass over a dataset or a stream, on the device.
+        """Yields this rank's part of every global batch of a pass over a dataset or a stream, on the device. A torch
+        DataLoader brings its dataset, batch size (of all ranks together), sampler, collate_fn and workers.
 
         With `accumulate`, it comes in so many micro-batches; `step` acts on the last. A run that was asked to stop
         saves and leaves between two batches, on all ranks at once. A loop that is left early continues the pass with
         the next call. Every dataset has a position; `name` tells two uses of one dataset apart. `order` is as
         `data.order` in the config, or a function of (epoch, seed, count).
         """
-        self._engine.checks.walks(dataset)
-        return self._engine.batches(
-            dataset, batch_size, collate, name=name, shuffle=shuffle, drop_last=drop_last, accumulate=accumulate,
-            order=order, site=call_site(sys._getframe(1)),
-        )  # fmt: skip
+        source = source_of(dataset, batch_size, collate, shuffle, drop_last, order, self._engine.settings.seed)
+        self._engine.checks.walks(source.dataset)
+        return self._engine.batches(source, name=name, accumulate=accumulate, site=call_site(sys._getframe(1)))
 
     def stream(
         self, batches: Iterable[Any], count: Callable[[Any], int], name: str | None = None, *, ahead: bool = False
@@ -320,8 +320,8 @@ class Run:
     def evaluate(
         self,
         measure: Measure,
-        dataset: Dataset[Any],
-        batch_size: int,
+        dataset: Dataset[Any] | DataLoader[Any],
+        batch_size: int | None = None,
         *,
         on: str = "all",
         collate: Collate | None = None,
@@ -331,7 +331,8 @@ class Run:
 
         Equal on all ranks. With `on="rank0"`, rank 0 measures alone. Use run.module inside, never the wrapper.
         """
-        return self._engine.evaluate(measure, dataset, batch_size, on=on, collate=collate, name=name)
+        source = source_of(dataset, batch_size, collate, False, False, None, self._engine.settings.seed)
+        return self._engine.evaluate(measure, source, on, name)
 
     def register_state(self, name: str, part: Stateful, *, per_rank: bool = False) -> None:
         """Saves and restores another object along with the models, now or after a restore.

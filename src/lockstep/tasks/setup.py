@@ -132,6 +132,16 @@ def order_of(task: Task, config: RunConfig, dataset: Dataset[Any]) -> Order | No
                 "order that it has: remove it (data.shuffle and data.shuffle_buffer are for streams)"
             )
         return None
+    order: Order | None = vars(task).get("_order_of_loader")
+    if asked is None and order is not None:
+        if order.count == len(dataset):  # type: ignore[arg-type]
+            return order
+        if order.name not in ("sequential", "shuffled"):
+            raise ConfigError(
+                "data.split: train_data() returns a DataLoader with its own sampler, which knows nothing of the parts: "
+                "return its dataset, and set data.order"
+            )
+        asked = Ordering(type=order.name)  # type: ignore[arg-type]
     if asked is None:
         own = _defines(task, "order")
         if _defines(task, "weights"):

@@ -12,6 +12,7 @@ from lockstep.checkpoint.retention import Saved, best_first
 from lockstep.config.schema import Keep, RunConfig
 from lockstep.data.loader import Collate, check_dataset
 from lockstep.data.permutation import split_dataset
+from lockstep.data.source import Source, makes_batches, taken
 from lockstep.data.stream_reader import check_stream, is_stream
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
@@ -163,7 +164,7 @@ def datasets_of(task: Task, config: RunConfig) -> Datasets:
 
     Their names are the prefixes of their metrics: `train`, `val`, `test`, and `val/NAME` where there are several.
     """
-    train_data = task.train_data()
+    train_data = without_loader(task, config, task.train_data())
     check_data(train_data, "train_data()")
     streams = is_stream(train_data)
     if config.data.shuffle_buffer is not None and not streams:
@@ -171,7 +172,8 @@ def datasets_of(task: Task, config: RunConfig) -> Datasets:
             f"data.shuffle_buffer: {config.data.shuffle_buffer} is for streams, and train_data() is a "
             f"{type(train_data).__name__}, all of which is shuffled (data.shuffle): take it away"
         )
-    own = {**_named("val", task.val_data()), **_named("test", task.test_data())}
+    own = {kind: each for kind, made in (("val", task.val_data()), ("test", task.test_data()))
+           for kind, each in _named(kind, made, task, config).items()}  # fmt: skip
     fractions = config.data.split
     if fractions is not None and streams:
         raise ConfigError(
@@ -189,19 +191,44 @@ def datasets_of(task: Task, config: RunConfig) -> Datasets:
         )
     parts = split_dataset(train_data, asked, config.seed, in_order=not config.data.shuffle)
     if "train" not in parts:
-        raise ConfigError(
-            f"data.split: {asked['train']:g} of {len(train_data)} examples leaves none to train on"  # type: ignore[arg-type]
-        )
+        raise ConfigError(f"data.split: {asked['train']:g} of {len(train_data)} examples leaves none to train on")
     return {**parts, **own}
 
 
-def _named(kind: str, given: Any) -> Datasets:
+def without_loader(task: Task, config: RunConfig, made: Any, kind: str = "train") -> Any:
+    """Returns the data of a DataLoader, and has the task remember its collate_fn and, of training data, its order."""
+    source = taken(made, config.seed) if makes_batches(made) else Source(made, config.train.batch_size)
+    if not hasattr(type(task), "collate"):
+        if vars(task).setdefault("_collate_of_loader", source.collate) != source.collate:
+            raise ConfigError(
+                f"task: the DataLoader of {kind}_data() has another collate_fn than the other data: define "
+                "collate(self, examples) in the task, which is used for all"
+            )
+        if source.collate is not None:
+            vars(task)["collate"] = source.collate
+    if kind != "train":
+        return source.examples
+    of_loader = {"train.batch_size": source.batch_size, "data.drop_last": source.drop_last}
+    of_config = {"train.batch_size": config.train.batch_size, "data.drop_last": config.data.drop_last}
+    for path in of_loader if makes_batches(made) else ():
+        if of_loader[path] != of_config[path]:
+            raise ConfigError(
+                f"{path}: {of_config[path]}, but train_data() returns a DataLoader with {of_loader[path]}: set {path} "
+                "as it has it (a batch is that of all processes together), or return its dataset"
+            )
+    vars(task)["_order_of_loader"] = source.order
+    return source.dataset
+
+
+def _named(kind: str, given: Any, task: Task, config: RunConfig) -> Datasets:
     """Returns the datasets of `val_data` or `test_data` by name: none, one or several."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
+        given = without_loader(task, config, given, kind)
         check_data(given, f"{kind}_data()")
         return {kind: given}
+    given = {name: without_loader(task, config, each, kind) for name, each in given.items()}
     if not given:
         raise ConfigError(f"task: {kind}_data() returned a mapping without any dataset: return None, or some by name")
     for name, each in given.items():

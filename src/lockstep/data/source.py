@@ -1,0 +1,195 @@
+"""What a loop trains on: a dataset or a stream, its batches and their order; given so, or by a torch DataLoader."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from lockstep.data.loader import Collate
+from lockstep.data.order import CustomOrder, Order, OrderChoice, Sequential, Shuffled, Weighted
+from lockstep.data.seeding import generators_kept, seed_by
+from lockstep.data.stream_reader import is_stream
+from lockstep.data.workers import Loading
+from lockstep.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_SAMPLING = 8  # the first word of a key; see seeding.py
+
+_taken: weakref.WeakKeyDictionary[DataLoader[Any], tuple[int, Source]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Source:
+    dataset: Any
+    batch_size: int
+    collate: Collate | None = None
+    shuffle: bool = True
+    drop_last: bool = False
+    order: OrderChoice = None
+    loading: Loading | None = None  # where a DataLoader says how examples are fetched
+
+    @functools.cached_property
+    def examples(self) -> Any:
+        """The examples of an epoch, to evaluate: all, or those that the sampler of a DataLoader takes."""
+        if not isinstance(self.order, Order) or (type(self.order) in (Sequential, Shuffled) and not self.drop_last):
+            return self.dataset
+        length = self.order.length // self.batch_size * self.batch_size if self.drop_last else self.order.length
+        return Subset(self.dataset, self.order.at(0, np.arange(length)).tolist())
+
+
+def source_of(
+    data: Any, batch_size: int | None, collate: Collate | None, shuffle: bool, drop_last: bool, order: OrderChoice,
+    seed: int,
+) -> Source:  # fmt: skip
+    """Returns the source that the arguments of run.batches name."""
+    if not makes_batches(data):
+        if batch_size is None:
+            raise ConfigError(
+                "run.batches: batch_size is missing: run.batches(dataset, 64). A DataLoader has its own; without one "
+                "(batch_size=None) it is a stream of examples, or run.stream takes the batches that its dataset makes"
+            )
+        return Source(data, batch_size, collate, shuffle, drop_last, order)
+    arguments = {"batch_size": batch_size, "collate": collate, "order": order, "drop_last": drop_last or None}
+    given = [name for name, value in arguments.items() if value is not None]
+    if given:
+        raise ConfigError(
+            f"run.batches: {given[0]} is given, and the DataLoader has its own: leave it out, or give run.batches the "
+            "dataset: run.batches(loader.dataset, ...)"
+        )
+    return taken(data, seed)
+
+
+def makes_batches(data: Any) -> bool:
+    """Returns whether this is a DataLoader of batches: one of examples is a stream like any other."""
+    return isinstance(data, DataLoader) and data.batch_sampler is not None
+
+
+def taken(loader: DataLoader[Any], seed: int) -> Source:
+    """Takes what a DataLoader was made with, and logs once what that is. Its order becomes a function of the epoch."""
+    known = _taken.get(loader)
+    if known is None or known[0] != seed:
+        known = _taken[loader] = seed, _take(loader, seed)
+    return known[1]
+
+
+def _take(loader: DataLoader[Any], seed: int) -> Source:
+    dataset: Any = loader.dataset
+    collate: Any = None if loader.collate_fn is default_collate else loader.collate_fn
+    batches: Any = loader.batch_sampler
+    loading = Loading(loader.num_workers, loader.pin_memory, loader.prefetch_factor) if loader.num_workers else None
+    order: Order | None = None
+    if is_stream(dataset):
+        size, drop_last, name = int(loader.batch_size or 0), loader.drop_last, "the stream"
+    elif type(batches) is BatchSampler:
+        size, drop_last = batches.batch_size, batches.drop_last
+        order, name = _order_of(batches.sampler, loader, len(dataset), seed)
+    else:
+        sizes = _BatchSizes(batches, loader)
+        size, drop_last, name = sizes.size, False, type(batches).__name__
+        order = CustomOrder(len(dataset), seed, sizes, repeats=True, said_by=name)
+    workers = f", {loader.num_workers} workers" if loader.num_workers else ""
+    logger.info("a DataLoader gives its dataset, batches of %d (on all ranks together), %s as the order%s%s%s", size,
+                name, ", its collate_fn" if collate else "", workers, _not_taken(loader))  # fmt: skip
+    return Source(dataset, size, collate, order is not None, drop_last, order, loading)
+
+
+def _order_of(sampler: Any, loader: DataLoader[Any], count: int, seed: int) -> tuple[Order, str]:
+    """Returns the order of a sampler, and how the log names it."""
+    name = type(sampler).__name__
+    if type(sampler) is SequentialSampler:
+        return Sequential(count), name
+    if type(sampler) is DistributedSampler:  # which would divide the data once more
+        order = Shuffled(count, seed) if sampler.shuffle else Sequential(count)
+        return order, f"{order.name} (in place of {name})"
+    whole = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == count
+    if whole and sampler.generator is None:
+        return Shuffled(count, seed), f"{name} (by the seed of the run)"
+    if type(sampler) is WeightedRandomSampler and sampler.generator is None and len(sampler.weights) == count:
+        weighted = Weighted(count, seed, sampler.weights, sampler.replacement, sampler.num_samples)
+        return weighted, f"{name} (by the seed of the run)"
+    return CustomOrder(count, seed, _Samples(sampler, loader), repeats=True, said_by=name), name
+
+
+def _not_taken(loader: DataLoader[Any]) -> str:
+    left = {
+        "worker_init_fn": loader.worker_init_fn is not None,
+        "timeout": bool(loader.timeout),
+        "multiprocessing_context": loader.multiprocessing_context is not None,
+    }
+    names = ", ".join(name for name, is_set in left.items() if is_set)
+    return f"; not its {names}" if names else ""
+
+
+class _Samples:
+    """A sampler as a function of the epoch. Ranks compare what it returns, and so does a run that resumes.
+
+    One with a generator has in every epoch what the DataLoader itself would have. Others draw from generators that are
+    seeded by the seed of the run and the epoch.
+    """
+
+    def __init__(self, sampler: Any, loader: DataLoader[Any]) -> None:
+        self._sampler, self._loader = sampler, weakref.ref(loader)
+        self._generator: torch.Generator | None = getattr(sampler, "generator", None)
+        self._states = {0: self._generator.get_state()} if self._generator is not None else {}
+
+    def __call__(self, epoch: int, seed: int, count: int) -> Sequence[int]:
+        if self._generator is None:
+            with generators_kept():
+                seed_by((_SAMPLING, seed, epoch))
+                return list(self._drawn(epoch))
+        found: list[int] = []
+        for each in range(max(known for known in self._states if known <= epoch), epoch + 1):
+            self._generator.set_state(self._states[each])
+            loader = self._loader()
+            once = loader is not None and loader.persistent_workers and each > 0
+            if loader is not None and loader.generator is self._generator and not once:
+                torch.empty((), dtype=torch.int64).random_(generator=self._generator)  # the seed of its workers
+            found = list(self._drawn(each))
+            self._states[each + 1] = self._generator.get_state()
+        return found
+
+    def _drawn(self, epoch: int) -> Iterator[int]:
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+        yield from self._sampler
+
+
+class _BatchSizes(_Samples):
+    """A batch sampler as a function of the epoch: its batches must have one size, but for the last."""
+
+    def __init__(self, sampler: Any, loader: DataLoader[Any]) -> None:
+        super().__init__(sampler, loader)
+        self.size = 0
+        self(0, 0, 0)
+
+    def _drawn(self, epoch: int) -> Iterator[int]:
+        batches = list(super()._drawn(epoch))
+        sizes = [len(each) for each in batches]  # type: ignore[arg-type]
+        self.size = self.size or (sizes[0] if sizes else 0)
+        other = [each for each in sizes[:-1] if each != self.size]
+        if not sizes or other or sizes[-1] > self.size:
+            raise ConfigError(
+                f"run.batches: {type(self._sampler).__name__} makes batches of {self.size} and of "
+                f"{other[0] if other else sizes[-1] if sizes else 0} examples; run.batches needs one size. For batches "
+                "of similar lengths use order={'type': 'buckets', 'lengths': ...} with the dataset"
+            )
+        for batch in batches:
+            yield from batch  # type: ignore[misc]
