@@ -146,10 +146,9 @@ class Rank:
         device_index: int | None = None,
         adapt: Callable[[Runtime], None] = lambda device: None,
     ) -> None:
-        """Chooses the device, holds the roll call and joins the group; sends heartbeats from here on.
+        """Chooses the device (of the local rank, if a cluster engine has not), holds the roll call, joins the group.
 
-        The device is that of the local rank, where a cluster engine has not chosen one; `adapt` is called with it once
-        the store is there, before the roll call.
+        Sends heartbeats from here on. `adapt` is called with the device once the store is there, before the roll call.
         """
         settings, topology = self.settings, self.topology
         # The settings that ranks compare are those that the run was given: a host may have fewer processes.
@@ -181,11 +180,9 @@ class Rank:
         held: bool = False,
         restarted: bool = False,
     ) -> Run:
-        """Agrees on the run's folder, opens its log and makes the run.
-
-        Rank 0 holds the folder, unless the launcher does (`held`), and calls `prepare` with it. Where the run may have
-        been `restarted`, ranks of the attempt before get half a minute to let go of it.
-        """
+        """Agrees on the run's folder, opens its log and makes the run. Rank 0 holds the folder, unless the launcher
+        does (`held`), and calls `prepare` with it. Where the run may have been `restarted`, ranks of the attempt before
+        get half a minute to let go of it."""
         guards, mirrors = list[Callable[[], None]](), list[Any]()
 
         def hold_folder() -> str:

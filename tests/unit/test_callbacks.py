@@ -240,7 +240,7 @@ def callback(*methods: str, base: type = object) -> type:
 @pytest.mark.parametrize(
     ("methods", "told"),
     [
-        (["after_setp"], "Mine is no callback: a callback has before_training, after_step"),
+        (["after_setp"], "Mine is no callback: a callback has before_training, before_batch"),
         (["after_step", "after_epochs"], "Mine defines after_epochs, which Lockstep does not call; a callback has "),
         (["after_step", "on_validation_end"], "Mine defines on_validation_end, which Lockstep does not call; "),
         (["after_step", "state_dict"], "Mine defines one of state_dict and load_state_dict: a state needs both"),
@@ -332,6 +332,7 @@ def test_every_row_of_a_step_has_names_of_its_own_and_epochs_are_counted_alike(n
     interval = [row["train/loss"] for row in written if "train/loss" in row]
     assert metrics["train/epoch_loss"] == pytest.approx(sum(interval[5:]) / 5, rel=1e-6)
     epochs = {row["step"]: row["epoch"] for row in written}
+    run._engine.checkpointer.finish()  # the last save is written and an old one deleted in the background
     saved = {
         step: read(run._engine.checkpointer.storage.path(step))["epoch"]
         for step in run._engine.checkpointer.storage.steps()

@@ -84,11 +84,9 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
         automatic: bool = False,
     ) -> None:
-        """Saves the run; `position` is where it is in its data, `state` the rest that the run itself knows.
-
-        A step that is saved already is saved again where something has changed since. An automatic save keeps the value
-        of the one before.
-        """
+        """Saves the run; `position` is where it is in its data, `state` the rest that the run itself knows. A step that
+        is saved already is saved again where something has changed since. An automatic save keeps the value of the one
+        before."""
         if self.last is not None and self.last.step == step:
             if automatic:
                 value, metrics = self.last.value, self.last.metrics

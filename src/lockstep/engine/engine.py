@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -50,8 +50,6 @@ from lockstep.record.timeline import Timeline
 from lockstep.runtime.base import Runtime, seed_generators
 
 logger = logging.getLogger(__name__)
-
-Value = TypeVar("Value")
 
 _AS_SET = "checkpoint.every"
 _AFTER_FAILURE_SECONDS = 5.0  # for loggers that still have something to send
@@ -130,11 +128,6 @@ class Engine:
         return self.control_sync.since_start
 
     # Models
-
-    def build(self, make: Callable[[], Value]) -> Value:
-        """Makes a model, or several in a mapping. Where ranks split models, only rank 0 gives them values."""
-        made: Value = self.strategy.build(make)
-        return made
 
     def setup(
         self,
@@ -251,6 +244,12 @@ class Engine:
         self.activity.enter("the end", number)
         self.profiler.enter(None)
         return True
+
+    def gradients(self, optimizer: Optimizer | None) -> dict[str, Tensor]:
+        stepped, step = self.models.stepped_by(optimizer), self.feed.current_step()
+        if step.completes_batch:
+            self.stepper.finish(stepped, step, self.feed.step_number)
+        return self.models.gradients_of(stepped) if step.completes_batch else {}
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         step = self.feed.step

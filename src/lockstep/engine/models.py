@@ -99,6 +99,12 @@ class Models:
             )
         return next(iter(self.entries.values()))
 
+    def gradients_of(self, stepped: Stepped) -> dict[str, Tensor]:
+        entry, _, parameters = stepped
+        mine = set(map(id, parameters))
+        named = entry.module.named_parameters()
+        return {name: each.grad for name, each in named if id(each) in mine and each.grad is not None}
+
     def precision_of(self, name: str | None) -> str:
         """Returns the precision of a model, or of the first."""
         chosen = self.entries[name] if name is not None else next(iter(self.entries.values()), None)

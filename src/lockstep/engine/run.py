@@ -288,6 +288,11 @@ class Run:
         """
         return self._engine.step(optimizer, closure)
 
+    def gradients(self, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
+        """Returns the gradients of the whole batch by parameter: reduced, divided, unscaled, not clipped yet. `step`
+        uses what is done to them in place, alike on all ranks. Empty while micro-batches are missing."""
+        return self._engine.gradients(optimizer)
+
     @property
     def completes_batch(self) -> bool:
         """Whether the current micro-batch is the last of its global batch: `step` acts on it."""
@@ -301,14 +306,12 @@ class Run:
         """
         self._engine.log(values)
 
-    # Samples of rank 0, kept in the run's folder below samples/ and sent to every logger that can show them.
-
     def log_image(self, name: str, image: Any) -> None:
         """Logs a tensor or array [C, H, W], [H, W, C] or [H, W] of uint8 or of floats from 0 to 1; or a PIL image."""
         self._engine.log_sample(name, "image", samples.image, image)
 
     def log_text(self, name: str, text: str) -> None:
-        """Logs a text."""
+        """Logs a text. Rank 0's samples are kept in the run's folder, and sent to every logger that can show them."""
         self._engine.log_sample(name, "text", samples.text, text)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

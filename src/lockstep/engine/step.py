@@ -10,11 +10,9 @@ from lockstep.errors import ConfigError
 
 
 class Step:
-    """From the first micro-batch of a global batch until the one after its last is asked for.
-
-    A loop may take micro-batches of several sources at once, and step several optimizers for each: it is one step.
-    A step without any micro-batch is that of a loop which brings its own data.
-    """
+    """From the first micro-batch of a global batch until the one after its last is asked for. A loop may take
+    micro-batches of several sources at once, and step several optimizers for each: it is one step. A step without any
+    micro-batch is that of a loop which brings its own data."""
 
     def __init__(self, dp_size: int = 1) -> None:
         self._dp_size = dp_size

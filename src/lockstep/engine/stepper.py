@@ -47,6 +47,8 @@ class Stepper:
         self.loss_scale: LossScale | None = None  # where a model computes in float16
         self._evaluations: Evaluations | None = None  # while an optimizer evaluates a closure
         self._gradients = models.gradients
+        self._finished: dict[int, tuple[Step, bool]] = {}  # by optimizer: whose gradients are those of the whole batch
+        self.before_step: Callable[[Optimizer], None] | None = None  # called with finished gradients
 
     def backward(self, step: Step, number: int, total: Tensor, count: Any) -> None:
         """Computes gradients of the loss of the current micro-batch of step `number`."""
@@ -55,6 +57,11 @@ class Stepper:
                 f"run.backward: train.exact: {self._strategy.leaves} computes every batch leaf by leaf, and this loss "
                 "comes after an optimizer has stepped for the batch: only its last leaf would see the new weights. "
                 "Call run.backward for all losses before run.step, or leave train.exact out"
+            )
+        if self._evaluations is None and any(each is step for each, _ in self._finished.values()):
+            raise ConfigError(
+                "run.backward: comes after run.gradients, which has finished the gradients of this batch: call "
+                "run.backward for all losses before, or run.step for the optimizer"
             )
         complete = step.completes_batch
         factor = step.weight if count is None else step.scale
@@ -85,10 +92,8 @@ class Stepper:
     def step(self, stepped: Stepped, step: Step, number: int, closure: Closure | None = None) -> Average | None:
         """Steps an optimizer and clears its gradients. Returns the weight average to update, if there is one."""
         entry, optimizer, parameters = stepped
-        counts = self._gradients.counts_for(optimizer)
         self._profiler.enter("optimizer")
-        self._reduce(parameters, counts, number)
-        usable = self._usable(entry, parameters, number)
+        usable = self.finish(stepped, step, number)
         if usable:
             divisor = self._clip(entry, optimizer, parameters, number) if closure is None else None
             if entry.average is not None:
@@ -98,11 +103,21 @@ class Stepper:
             else:
                 with dividing(optimizer, divisor):
                     self._strategy.step(optimizer)
+        del self._finished[id(optimizer)]
         self._note_learning_rate(entry, optimizer)
         self._gradients.stepped(optimizer, step)
         self._be_patient_while_compiling()
         self._strategy.stepped()
         return entry.average if usable else None
+
+    def finish(self, stepped: Stepped, step: Step, number: int) -> bool:
+        """Makes the gradients of an optimizer those of the whole batch, once. Returns whether to step with them."""
+        entry, optimizer, parameters = stepped
+        known = self._finished.get(id(optimizer))
+        if known is None or known[0] is not step:
+            self._reduce(parameters, self._gradients.counts_for(optimizer), number)
+            known = self._finished[id(optimizer)] = step, self._usable(entry, parameters, number)
+        return known[1]
 
     def _evaluate(
         self, entry: Entry, optimizer: Optimizer, parameters: list[nn.Parameter], closure: Closure, number: int
@@ -170,6 +185,8 @@ class Stepper:
         Returns what a fused optimizer divides gradients by, where that saves a pass over all of them.
         """
         divisor = None
+        if self.before_step is not None:
+            self.before_step(optimizer)
         if entry.clip_norm is not None and may_divide and divides_gradients(optimizer):
             norm = self._strategy.gradient_norm(parameters)
             divisor = torch.clamp((norm + 1e-6) / entry.clip_norm, min=1.0).float()

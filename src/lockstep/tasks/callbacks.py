@@ -14,11 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch.optim import Optimizer
+
 from lockstep.config.objects import construct, import_object
 from lockstep.config.schema import Component, RunConfig
 from lockstep.distributed import failure
 from lockstep.engine.run import Run
 from lockstep.errors import LOST_PEER, CallbackFailed, ConfigError, LockstepError
+from lockstep.runtime.base import generator_states, seed_generators, set_generator_states
 from lockstep.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -33,6 +36,16 @@ class Callback:
 
     def before_training(self, run: Run) -> None:
         """Models are set up, a resumed run is restored; called once by every start of a run."""
+
+    def before_batch(self, run: Run, batch: Any) -> None:
+        """A batch is about to be trained on: this rank's part, or a micro-batch of it."""
+
+    def after_batch(self, run: Run, batch: Any) -> None:
+        """A batch was trained on, or a micro-batch."""
+
+    def before_optimizer_step(self, run: Run, optimizer: Optimizer) -> None:
+        """An optimizer is about to step. `run.gradients(optimizer)` has its gradients, reduced and unscaled, before
+        `train.clip_norm`; what is changed in place is stepped with. Random numbers are the same on all ranks here."""
 
     def after_step(self, run: Run) -> str | None:
         """A step is done: run.progress.step has its number. May return a reason to stop, of any rank.
@@ -52,6 +65,9 @@ class Callback:
 
     def after_training(self, run: Run, metrics: dict[str, Any]) -> None:
         """Training has ended, was measured and saved; not called where a run failed or was asked to leave."""
+
+    def after_exception(self, run: Run, error: Exception) -> None:
+        """Training has failed on this rank; other ranks may be gone already, so do not talk to them."""
 
 
 class UserCallbacks:
@@ -82,6 +98,31 @@ class UserCallbacks:
 
     def before_training(self, run: Run) -> None:
         self._call("before_training", run)
+
+    def before_batch(self, run: Run, batch: Any) -> None:
+        self._call("before_batch", run, batch)
+
+    def after_batch(self, run: Run, batch: Any) -> None:
+        self._call("after_batch", run, batch)
+
+    def watch_optimizers(self, run: Run) -> None:
+        """Calls before_optimizer_step, where a callback defines it."""
+        runtime, seed = run._engine.runtime, run._engine.settings.seed
+
+        def before_step(optimizer: Optimizer) -> None:
+            states = generator_states(runtime)
+            seed_generators(runtime, seed, run.progress.step)
+            self._call("before_optimizer_step", run, optimizer)
+            set_generator_states(runtime, states)
+
+        if any(defines(each, "before_optimizer_step") for each in self._named.values()):
+            run._engine.stepper.before_step = before_step
+
+    def after_exception(self, run: Run, error: Exception) -> None:
+        try:
+            self._call("after_exception", run, error)
+        except Exception:  # what has failed before is what the run ends with
+            logger.exception("a callback failed in after_exception")
 
     def after_step(self, run: Run) -> None:
         if self._asks_after_step or run.world_size == 1:
@@ -188,7 +229,8 @@ def _guarded(name: str, callback: Any, method: str, run: Run, *arguments: Any, w
     """Calls a method of a callback; what it raises becomes a CallbackFailed that names it."""
     given = arguments if without_run else (run, *arguments)
     activity = run._engine.group.activity
-    limit = 0.0 if method == "after_step" else activity.patience  # after an epoch it may well draw samples
+    often = "step" in method or "batch" in method
+    limit = 0.0 if often else activity.patience  # after an epoch it may well draw samples
     try:
         with activity.within(f"callback {name}.{method}", limit=limit):
             return getattr(callback, method)(*given)

@@ -53,7 +53,10 @@ def train(
         for batch in batches:
             if limits.steps is not None and run.progress.step >= limits.steps:
                 return None
-            if not training_step(run, task, batch):
+            own.before_batch(run, batch)
+            complete = training_step(run, task, batch)
+            own.after_batch(run, batch)
+            if not complete:
                 continue
             own.after_step(run)
             stop = _after_user_callbacks(run, callbacks, own)

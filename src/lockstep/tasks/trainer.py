@@ -76,9 +76,14 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     check_metrics(asked, there, [kind for kind, is_open in open_ended.items() if is_open])
     run._engine.aggregator.begin(run.progress, length.steps)
     own.before_training(run)
+    own.watch_optimizers(run)
     unfinished = validation.unfinished is not None and validation.unfinished == run.progress.step
     callbacks: list[Callback] = [validation, scheduling, checkpointing]
-    stopped = train(run, task, datasets["train"], collate, config, callbacks, own, unfinished, order)
+    try:
+        stopped = train(run, task, datasets["train"], collate, config, callbacks, own, unfinished, order)
+    except Exception as error:
+        own.after_exception(run, error)
+        raise
     if stopped:
         logger.info("stopped early at step %d: %s", run.progress.step, stopped)
     validation.validate(run)

@@ -1,0 +1,126 @@
+"""Loops of tests/ranks/test_gradients.py, which look at finished gradients and change them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep import Mean, Run
+
+STEPS, BATCH, MOST = 5, 12, 0.02
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(
+        torch.randn(STEPS * BATCH, 6, generator=generator), torch.randint(-1, 4, (STEPS * BATCH,), generator=generator)
+    )
+
+
+def by_hand() -> tuple[list[float], list[float]]:
+    """Plain PyTorch: the weights after gradients were clipped by value, and the norm of one before."""
+    model, (inputs, labels) = network(), data().tensors
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    norms = []
+    for number in range(STEPS):
+        rows = slice(number * BATCH, (number + 1) * BATCH)
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs[rows]), labels[rows], ignore_index=-1).backward()
+        norms.append(float(model.get_submodule("0").weight.grad.norm()))
+        nn.utils.clip_grad_value_(model.parameters(), MOST)
+        optimizer.step()
+    return [float(each.detach().sum()) for each in model.parameters()], norms
+
+
+def loss_of(model: nn.Module, batch: Any) -> Mean:
+    inputs, labels = batch
+    return Mean(F.cross_entropy(model(inputs), labels, ignore_index=-1, reduction="sum"), (labels >= 0).sum())
+
+
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def clipped(run: Run, accumulate: int, precision: str = "float32") -> tuple[list[float], list[float]]:
+    plain, norms = network(), []
+    model, optimizer = run.setup(plain, torch.optim.AdamW(plain.parameters(), lr=0.05), precision=precision)
+    for batch in run.batches(data(), BATCH, shuffle=False, accumulate=accumulate):
+        run.backward(loss_of(model, batch))
+        found = run.gradients()
+        assert bool(found) == run.completes_batch
+        if found:
+            norms.append(float(whole(found["0.weight"].norm())))
+            for gradient in found.values():
+                gradient.clamp_(-MOST, MOST)
+            assert run.gradients().keys() == found.keys()  # once more changes nothing
+        run.step(optimizer)
+    return [float(whole(each.detach()).sum()) for each in run.module.parameters()], norms
+
+
+def after_gradients(run: Run) -> None:
+    plain = network()
+    model, _ = run.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.05))
+    for batch in run.batches(data(), BATCH):
+        run.backward(loss_of(model, batch))
+        run.gradients()
+        run.backward(loss_of(model, batch))
+
+
+class Clipping(lockstep.Callback):
+    """Clips by value, adds noise, and writes down when it was called."""
+
+    def __init__(self, noise: float = 0.0) -> None:
+        self.noise = noise
+        self.called: list[str] = []
+
+    def before_batch(self, run: Run, batch: Any) -> None:
+        self.called.append(f"before {len(batch[0])}")
+
+    def after_batch(self, run: Run, batch: Any) -> None:
+        self.called.append(f"after {len(batch[0])}")
+
+    def before_optimizer_step(self, run: Run, optimizer: torch.optim.Optimizer) -> None:
+        self.called.append("step")
+        for gradient in run.gradients(optimizer).values():
+            gradient.clamp_(-MOST, MOST)
+            gradient += self.noise * torch.randn_like(gradient)
+
+    def after_exception(self, run: Run, error: Exception) -> None:
+        (run.folder / f"failed-{run.rank}").write_text(f"{error} at step {run.progress.step}")
+
+    def after_training(self, run: Run, metrics: dict[str, Any]) -> None:
+        weights = [float(each.detach().sum()) for each in run.module.parameters()]
+        (run.folder / f"callback-{run.rank}").write_text(repr((weights, self.called)))
+
+
+class Small(lockstep.Task):
+    def __init__(self, noise: float = 0.0, fails_at: int = -1) -> None:
+        self._callback, self._fails_at, self._calls = Clipping(noise), fails_at, 0
+
+    def model(self) -> nn.Module:
+        return network()
+
+    def train_data(self) -> TensorDataset:
+        return data()
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+    def loss(self, model: nn.Module, batch: Any) -> Mean:
+        self._calls += 1
+        if self._calls == self._fails_at:
+            raise ValueError("no good")
+        return loss_of(model, batch)
+
+    def callbacks(self) -> list[Any]:
+        return [self._callback]
