@@ -28,7 +28,7 @@ from lockstep.tasks.measure import TaskMeasure
 from lockstep.tasks.schedules import RunLength
 from lockstep.tasks.setup import set_up
 from lockstep.tasks.task import Task
-from lockstep.tasks.trainer import check_data, datasets_of
+from lockstep.tasks.trainer import check_data, datasets_of, without_loader
 from lockstep.tasks.validation import evaluated
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,9 @@ def data_named(task: Task, config: RunConfig, name: str | None) -> dict[str, Dat
                 "--data: the task has neither test nor validation data: define test_data() or val_data(), set "
                 "data.split, or take the training data with --data train"
             )
-    found = _chosen(task, there, name)
+    found = {
+        each: without_loader(task, config, data, f"{each} data") for each, data in _chosen(task, there, name).items()
+    }
     for each, data in found.items():
         check_data(data, f"--data {each}:")
     return found

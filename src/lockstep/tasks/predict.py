@@ -36,6 +36,7 @@ from lockstep.record.writers import write_json
 from lockstep.tasks.create import create_task
 from lockstep.tasks.evaluate import RESULT_FILE, bring_back, data_named, weights_asked_for
 from lockstep.tasks.task import Task, defines
+from lockstep.tasks.trainer import without_loader
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,8 @@ def require_predict(task: Task, after: After) -> None:
 
 def _data(task: Task, config: RunConfig, after: After) -> Dataset[Any]:
     if after.input is not None:
-        return task.predict_data(after.input)
+        data: Dataset[Any] = without_loader(task, config, task.predict_data(after.input), "predict_data()")
+        return data
     found = data_named(task, config, after.data)
     if len(found) > 1:
         raise ConfigError(f"--data {after.data}: stands for several datasets: name one of {', '.join(found)}")

@@ -169,7 +169,7 @@ def datasets_of(task: Task, config: RunConfig) -> Datasets:
 
     Their names are the prefixes of their metrics: `train`, `val`, `test`, and `val/NAME` where there are several.
     """
-    train_data = without_loader(task, config, task.train_data())
+    train_data = without_loader(task, config, task.train_data(), "train_data()", trains=True)
     check_data(train_data, "train_data()")
     streams = is_stream(train_data)
     if config.data.shuffle_buffer is not None and not streams:
@@ -200,18 +200,18 @@ def datasets_of(task: Task, config: RunConfig) -> Datasets:
     return {**parts, **own}
 
 
-def without_loader(task: Task, config: RunConfig, made: Any, kind: str = "train") -> Any:
-    """Returns the data of a DataLoader, and has the task remember its collate_fn and, of training data, its order."""
+def without_loader(task: Task, config: RunConfig, made: Any, name: str, trains: bool = False) -> Any:
+    """Returns the data of a DataLoader, and has the task remember its collate_fn and, to train with, its order."""
     source = taken(made, config.seed) if makes_batches(made) else Source(made, config.train.batch_size)
     if not hasattr(type(task), "collate"):
         if vars(task).setdefault("_collate_of_loader", source.collate) != source.collate:
             raise ConfigError(
-                f"task: the DataLoader of {kind}_data() has another collate_fn than the other data: define "
+                f"task: the DataLoader of {name} has another collate_fn than the other data: define "
                 "collate(self, examples) in the task, which is used for all"
             )
         if source.collate is not None:
             vars(task)["collate"] = source.collate
-    if kind != "train":
+    if not trains:
         return source.examples
     of_loader = {"train.batch_size": source.batch_size, "data.drop_last": source.drop_last}
     of_config = {"train.batch_size": config.train.batch_size, "data.drop_last": config.data.drop_last}
@@ -230,10 +230,10 @@ def _named(kind: str, given: Any, task: Task, config: RunConfig) -> Datasets:
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        given = without_loader(task, config, given, kind)
+        given = without_loader(task, config, given, f"{kind}_data()")
         check_data(given, f"{kind}_data()")
         return {kind: given}
-    given = {name: without_loader(task, config, each, kind) for name, each in given.items()}
+    given = {name: without_loader(task, config, each, f"{kind}_data()") for name, each in given.items()}
     if not given:
         raise ConfigError(f"task: {kind}_data() returned a mapping without any dataset: return None, or some by name")
     for name, each in given.items():
