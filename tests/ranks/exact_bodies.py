@@ -55,9 +55,16 @@ def settings_of(seed: int) -> dict[str, Any]:
         "two": choose.random() < 0.3,
         "optimizer": choose.choice(["AdamW", "SGD"]),
         "zero_grad": choose.choice(["never", "before", "after"]),
-        "late": choose.choice([None, None, "a second loss", "cleared"]),
+        "late": choose.choice(
+            [None, None, "a second loss", "cleared", "the model cleared", "no loss", "a hook", "channels last"]
+        ),
         "break": choose.random() < 0.3,
     }
+
+
+def clamp(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-0.01, 0.01)
 
 
 def outputs_of(models: dict[str, Any], inputs: Tensor) -> Any:
@@ -74,8 +81,14 @@ def train(run: Run, seed: int, until: int = 9, noise: bool = True) -> tuple[str,
     models, optimizers = {}, {}
     nets = [Net(how["norm"], how["sometimes"], noise) for _ in names]
     for name, net in zip(names, nets, strict=True):
+        if how["late"] == "channels last":
+            for layer in (net.first, net.rare):  # weights in another layout
+                layer.weight.data = layer.weight.data.t().contiguous().t()
         made = getattr(torch.optim, how["optimizer"])(net.parameters(), lr=0.01)
         models[name], optimizers[name] = run.setup(net, made, name=name, clip_norm=how["clip_norm"], ema=how["ema"])
+        if how["late"] == "a hook":
+            for parameter in net.parameters():
+                parameter.register_post_accumulate_grad_hook(clamp)
     run.restore()
     broken = run.progress.step > 2
     while run.progress.step < until:
@@ -85,6 +98,10 @@ def train(run: Run, seed: int, until: int = 9, noise: bool = True) -> tuple[str,
             if how["zero_grad"] == "before" and how["accumulate"] == 1:
                 for optimizer in optimizers.values():
                     optimizer.zero_grad()
+            if how["late"] == "no loss" and not how["tokens"] and run.progress.step == 6 and float(inputs[0, 0]) > 0:
+                for optimizer in optimizers.values():
+                    run.step(optimizer)
+                continue
             outputs = outputs_of(models, inputs)
             if how["tokens"]:  # labels of -1 count for nothing, so that leaves have different counts
                 total = F.cross_entropy(outputs, labels, ignore_index=-1, reduction="sum")
@@ -102,6 +119,9 @@ def train(run: Run, seed: int, until: int = 9, noise: bool = True) -> tuple[str,
             if run.progress.step == 5 and how["late"] == "cleared" and how["accumulate"] == 1 and not how["two"]:
                 optimizers["one"].zero_grad()  # of one leaf: then those of the other loss are all it has
                 run.backward(outputs_of(models, inputs).abs().mean())
+            clears = how["late"] == "the model cleared" and len(nets) == how["accumulate"] == 1
+            if clears and run.progress.step == 7 and float(inputs[0, 0]) > 0:
+                nets[0].zero_grad()
             run.log(loss=loss)
             stepped = [run.step(optimizer) for optimizer in optimizers.values()]
             if how["zero_grad"] == "after" and how["accumulate"] == 1:
@@ -130,6 +150,10 @@ def refused(run: Run, what: str) -> None:
             loss = run.all_gather(model(inputs)).mean()
         run.backward(loss)
         if what == "no step":
+            continue
+        if what == "dropped" and run.progress.step == 2:
+            optimizer.zero_grad()
+            what = "all is well"
             continue
         if what == "clipped by hand":
             nn.utils.clip_grad_norm_(plain.parameters(), 0.1)

@@ -1,4 +1,4 @@
-"""Loops of tests/ranks/test_gradients.py, which look at finished gradients and change them."""
+"""Loops of tests/ranks/test_finished_gradients.py, which look at finished gradients and change them."""
 
 from __future__ import annotations
 
@@ -74,6 +74,36 @@ def after_gradients(run: Run) -> None:
         run.backward(loss_of(model, batch))
         run.gradients()
         run.backward(loss_of(model, batch))
+
+
+def dropped(run: Run) -> list[int]:
+    """Leaves a batch out after a look at its gradients; asks for them where there are none, and in a closure."""
+    plain = network()
+    model, optimizer = run.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.05))
+    found = []
+    for number, batch in enumerate(run.batches(data(), BATCH, shuffle=False)):
+        run.backward(loss_of(model, batch))
+        found.append(len(run.gradients()))
+        if number == 1:
+            optimizer.zero_grad()
+            continue
+        run.step(optimizer)
+        found.append(len(run.gradients()))
+    return [*found, run.progress.step]
+
+
+def in_a_closure(run: Run) -> None:
+    plain = network()
+    model, optimizer = run.setup(plain, torch.optim.LBFGS(plain.parameters(), max_iter=2))
+
+    def closure() -> Any:
+        loss = loss_of(model, batch)
+        run.backward(loss)
+        run.gradients()
+        return loss
+
+    for batch in run.batches(data(), BATCH):  # noqa: B007  the closure takes it
+        run.step(optimizer, closure)
 
 
 class Clipping(lockstep.Callback):

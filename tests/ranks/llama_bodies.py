@@ -28,7 +28,7 @@ def llama() -> Any:
 
 def trained(run: lockstep.Run, activation_checkpointing: str | None = None) -> dict[str, list[float]]:
     data = TensorDataset(torch.randint(0, 96, (40, 16), generator=torch.Generator().manual_seed(3)))
-    model = run._engine.build(llama)
+    model = run._engine.strategy.build(llama)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = run.setup(model, optimizer, clip_norm=1.0, activation_checkpointing=activation_checkpointing)
     for (tokens,) in run.batches(data, 8):

@@ -58,6 +58,11 @@ class WithLoaders(lockstep.Task):
         return DataLoader(Points(), 7, sampler=SubsetRandomSampler(range(5, 25)), collate_fn=named)
 
 
+class OnlyTraining(WithLoaders):
+    def val_data(self) -> Any:
+        return None
+
+
 def loop(run: lockstep.Run, until: int = 12) -> list[float]:
     """Trains with a loader that has a generator, to a step; returns the weights."""
     model = WithDatasets().model()

@@ -68,7 +68,7 @@ def contrast(scale: Tensor, mine: Tensor, theirs: Tensor, first: int) -> Tensor:
 
 def clip(run: Run, everywhere: bool = False) -> Weights:
     """With `everywhere`, every rank computes the loss of all examples; else, that of its own against all."""
-    model = run._engine.build(seeded(Towers))
+    model = run._engine.strategy.build(seeded(Towers))
     name = f"clip {everywhere}"
     model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.5), name=name)
     for images, texts in run.batches(examples(), BATCH, shuffle=False, name=name):
@@ -104,7 +104,7 @@ def penalised(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def penalty(run: Run) -> Weights:
-    model = run._engine.build(seeded(mlp))
+    model = run._engine.strategy.build(seeded(mlp))
     model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), name="penalty")
     for inputs, _ in run.batches(examples(), BATCH, shuffle=False, name="penalty"):
         run.backward(penalised(model, inputs))
@@ -148,7 +148,7 @@ def normed() -> nn.Module:
 
 
 def norms(run: Run) -> Weights:
-    model = run._engine.build(seeded(normed))
+    model = run._engine.strategy.build(seeded(normed))
     model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), name="norms")
     for inputs, _ in run.batches(examples(), BATCH, shuffle=False, name="norms"):
         run.backward(model(inputs).square().mean())
@@ -175,7 +175,7 @@ def student_and_teacher() -> tuple[nn.Module, nn.Module]:
 
 
 def distil(run: Run) -> Weights:
-    student, teacher = run._engine.build(student_and_teacher)
+    student, teacher = run._engine.strategy.build(student_and_teacher)
     student, optimizer = run.setup(student, torch.optim.SGD(student.parameters(), lr=0.1), name="student")
     teacher = run.setup(teacher, name="teacher")
     for inputs, _ in run.batches(examples(), BATCH, shuffle=False, name="distil"):
@@ -203,7 +203,7 @@ def plain_distil() -> Weights:
 
 def passes(run: Run) -> Weights:
     """Two forward passes before the first of two backward passes."""
-    model = run._engine.build(seeded(mlp))
+    model = run._engine.strategy.build(seeded(mlp))
     model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), name="passes")
     for inputs, others in run.batches(examples(), BATCH, shuffle=False, name="passes"):
         one, other = model(inputs).square().mean(), model(others).square().mean()
@@ -258,7 +258,7 @@ def sam(parameters: Any) -> torch.optim.Optimizer:
 
 def closure(run: Run, make: Callable[[Any], torch.optim.Optimizer], counts: bool, clip_norm: float | None) -> Weights:
     name = f"{make.__name__} {counts}"
-    model = run._engine.build(seeded(mlp))
+    model = run._engine.strategy.build(seeded(mlp))
     model, optimizer = run.setup(model, make(model.parameters()), name=name, clip_norm=clip_norm)
     for inputs, _ in run.batches(examples(), BATCH, shuffle=False, name=name):
 

@@ -50,7 +50,7 @@ def without_the_data_axis(model: Any, mesh: Any) -> None:
 
 
 def continued(run: lockstep.Run, epochs: int, parallelize: Any = None) -> dict[str, Any]:
-    model = run._engine.build(sharded_bodies.Language)
+    model = run._engine.strategy.build(sharded_bodies.Language)
     optimizer = torch.optim.AdamW((each for each in model.parameters() if each.requires_grad), lr=1e-2)
     model, optimizer = run.setup(model, optimizer, clip_norm=0.5, parallelize=parallelize)
     run.restore()

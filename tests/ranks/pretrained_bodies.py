@@ -25,7 +25,7 @@ def meta_net(seed: int) -> nn.Module:
 
 def begun(run: lockstep.Run, path: str, meta: bool = False, save: bool = False) -> dict[str, Any]:
     """All weights after setup; each rank other than the first would have made others."""
-    model = run._engine.build(lambda: (meta_net if meta else net)(run.rank))
+    model = run._engine.strategy.build(lambda: (meta_net if meta else net)(run.rank))
     run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), init_from=path)
     if save:
         run.restore()

@@ -82,7 +82,7 @@ def put_together(tensor: Tensor) -> Tensor:
 
 def trained(run: lockstep.Run, precision: str = "float32", parallelize: Any = None) -> dict[str, Any]:
     """Two epochs with short batches, in parts, by tokens, clipped, in two groups of parameters; then measured."""
-    model = run._engine.build(Language)
+    model = run._engine.strategy.build(Language)
     names = dict(model.named_parameters())
     decayed = [each for each in names.values() if each.dim() > 1 and each.requires_grad]
     rest = [each for each in names.values() if each.dim() < 2 and each.requires_grad]
@@ -116,11 +116,11 @@ def trained(run: lockstep.Run, precision: str = "float32", parallelize: Any = No
 
 def in_unusual_ways(run: lockstep.Run) -> dict[str, Any]:
     """Methods beside forward, models that are frozen for a while, gradients that are not finite on one rank."""
-    model = run._engine.build(Language)
+    model = run._engine.strategy.build(Language)
     without_memory = all(each.is_meta for each in model.parameters())
     optimizer = torch.optim.SGD((each for each in model.parameters() if each.requires_grad), lr=0.1)
     model, optimizer = run.setup(model, optimizer, on_nan="skip")
-    second = run._engine.build(lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)))
+    second = run._engine.strategy.build(lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)))
     adagrad = torch.optim.Adagrad(second.parameters(), lr=0.1, initial_accumulator_value=0.5)
     second, adagrad = run.setup(second, adagrad, name="second")
     found: dict[str, Any] = {"without_memory": without_memory}
@@ -163,7 +163,7 @@ def optimizers(run: lockstep.Run) -> dict[str, Any]:
     data = sentences(8)
     for name in (*OPTIMIZERS, "OwnAdamW"):
         torch.manual_seed(0)
-        model = run._engine.build(Block)
+        model = run._engine.strategy.build(Block)
         optimizer = (OWN.get(name) or getattr(torch.optim, name))(model.parameters(), lr=0.01)
         model, optimizer = run.setup(model, optimizer, name=name)
         generator = torch.Generator().manual_seed(1)

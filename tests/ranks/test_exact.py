@@ -75,6 +75,11 @@ def test_without_exact_the_same_loop_depends_on_the_ranks(tmp_path: Path) -> Non
     assert found[1][0] != found[2][0]
 
 
+def test_a_batch_that_is_dropped_leaves_nothing_behind(tmp_path: Path) -> None:
+    """One leaf for each rank: ranks have sent each other buckets of it when the loop clears them."""
+    launched(partial(exact_bodies.refused, what="dropped"), 2, tmp_path / "run", exact=2)
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [

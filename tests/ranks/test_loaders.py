@@ -31,6 +31,12 @@ def test_a_task_with_loaders_is_one_with_datasets(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["evaluate", str(loaders["folder"]), "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["metrics"]["val/loss"] == pytest.approx(datasets["metrics"]["val/loss"], rel=1e-5)
+    split = lockstep.train(
+        task=f"{loader_tasks.__file__}:OnlyTraining", processes=1, runtime="cpu", out=tmp_path,
+        train={"epochs": 1, "batch_size": 16}, data={"split": {"train": 0.8, "val": 0.2}},
+    )  # fmt: skip
+    result = CliRunner().invoke(main, ["evaluate", str(split["folder"]), "--json"])
+    assert json.loads(result.stdout)["metrics"]["val/loss"] == pytest.approx(split["metrics"]["val/loss"], rel=1e-5)
     out = tmp_path / "found.parquet"
     result = CliRunner().invoke(main, ["predict", str(loaders["folder"]), "--data", "train", "--out", str(out)])
     assert result.exit_code == 0, result.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -62,6 +64,33 @@ class Pairs:
             yield [(7 * number + each) % COUNT for each in range(size)]
 
 
+class Named(BatchSampler):
+    """A class of somebody, as torchdata has it."""
+
+
+class OfTheirOwn(Sampler[int]):
+    def __init__(self) -> None:
+        self._random = random.Random(3)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._random.sample(range(COUNT), COUNT)
+
+
+class Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from range(COUNT)
+
+
+class Doubled(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return (2 * each for each in super().__iter__())
+
+
+class Divided(DistributedSampler[Any]):
+    pass
+
+
 def squared(examples: list[Tensor]) -> dict[str, Tensor]:
     return {"plain": torch.stack(examples), "squared": torch.stack(examples) ** 2}
 
@@ -88,6 +117,9 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     ),
     "collate": lambda: DataLoader(Numbers(), 4, collate_fn=squared),
     "batches": lambda: DataLoader(Numbers(), batch_sampler=Pairs([4, 4, 4, 2])),
+    "batches by a generator": lambda: DataLoader(
+        Numbers(), batch_sampler=Named(RandomSampler(Numbers(), generator=drawn()), 4, True)
+    ),
 }
 
 
@@ -141,6 +173,25 @@ def test_a_run_that_is_resumed_continues_the_order(kind: str, new_run: Callable[
     assert [*begun[:1], begun[1] + rest[0], *rest[1:]] == whole
 
 
+def test_a_generator_belongs_to_one_loader_and_what_changes_is_taken_again(new_run: Callable[..., Run]) -> None:
+    generator, run = drawn(), new_run()
+    kept = DataLoader(Numbers(), 4, shuffle=True, generator=generator)
+    assert plain(run.batches(kept, name="one"))
+    with pytest.raises(ConfigError, match="belongs to another DataLoader, too"):
+        run.batches(DataLoader(Numbers(), 4, shuffle=True, generator=generator), name="two")
+    kept.collate_fn = squared
+    assert "squared" in plain(run.batches(kept, name="three"))[0]
+    weighted = DataLoader(Numbers(), 4, sampler=WeightedRandomSampler([1.0] * COUNT, 8))
+    run.batches(weighted, name="four")
+    weighted.sampler.weights = torch.eye(COUNT)[5]  # type: ignore[attr-defined]
+    assert plain(run.batches(weighted, name="four")) == [[5.0] * 4] * 2
+
+
+def test_a_loader_made_where_it_is_used_has_its_own_order(new_run: Callable[..., Run]) -> None:
+    expected = plain(DataLoader(Numbers(), 4, shuffle=True, generator=drawn()))
+    assert plain(new_run().batches(DataLoader(Numbers(), 4, shuffle=True, generator=drawn()))) == expected
+
+
 def test_a_distributed_sampler_is_left_out(new_run: Callable[..., Run]) -> None:
     sampler: Any = DistributedSampler(Numbers(), num_replicas=2, rank=1, shuffle=False)  # type: ignore[arg-type]
     assert walked(new_run(), DataLoader(Numbers(), 4, sampler=sampler), 1) == [plain(DataLoader(Numbers(), 4))]
@@ -177,6 +228,15 @@ def test_what_is_evaluated_is_what_the_loader_has(new_run: Callable[..., Run]) -
         (lambda: DataLoader(Numbers(), batch_sampler=Pairs([4, 3, 4])), {}, "makes batches of 4 and of 3 examples"),
         (lambda: DataLoader(Numbers(), 4), {"batch_size": 8}, "batch_size is given, and the DataLoader has its own"),
         (lambda: DataLoader(Numbers(), 4), {"order": "weighted"}, "order is given, and the DataLoader has its own"),
+        (lambda: DataLoader(Numbers(), 4, shuffle=True), {"shuffle": False}, "shuffle is given, and the DataLoader"),
+        (lambda: DataLoader(Numbers(), 4, sampler=OfTheirOwn()), {}, "OfTheirOwn has its own random state"),
+        (lambda: DataLoader(Numbers(), 4, sampler=Endless()), {}, "Endless does not end"),
+        (lambda: Doubled(Numbers(), 4), {}, "Doubled makes batches in its own way"),
+        (
+            lambda: DataLoader(Numbers(), 4, sampler=Divided(Numbers(), num_replicas=2, rank=0)),  # type: ignore[arg-type]
+            {},
+            "Divided divides the data over ranks",
+        ),
         (Numbers, {}, "batch_size is missing"),
     ],
 )

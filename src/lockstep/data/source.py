@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.utils.data import (
 )
 
 from lockstep.data.loader import Collate
-from lockstep.data.order import CustomOrder, Order, OrderChoice, Sequential, Shuffled, Weighted
+from lockstep.data.order import CustomOrder, Order, OrderChoice, Sequential, Shuffled, Weighted, digest
 from lockstep.data.seeding import generators_kept, seed_by
 from lockstep.data.stream_reader import is_stream
 from lockstep.data.workers import Loading
@@ -32,8 +33,11 @@ from lockstep.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _SAMPLING = 8  # the first word of a key; see seeding.py
+_MOST_PASSES = 100  # over its data that a sampler may make in an epoch: one that repeats for ever does not end
 
-_taken: weakref.WeakKeyDictionary[DataLoader[Any], tuple[int, Source]] = weakref.WeakKeyDictionary()
+_taken: weakref.WeakKeyDictionary[DataLoader[Any], tuple[Any, Source]] = weakref.WeakKeyDictionary()
+# The generators that samplers draw from, with their state at first and the loader that has them.
+_generators: dict[int, tuple[torch.Generator, torch.Tensor, Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -67,14 +71,16 @@ def source_of(
                 "(batch_size=None) it is a stream of examples, or run.stream takes the batches that its dataset makes"
             )
         return Source(data, batch_size, collate, shuffle, drop_last, order)
+    source = taken(data, seed)
     arguments = {"batch_size": batch_size, "collate": collate, "order": order, "drop_last": drop_last or None}
+    arguments["shuffle"] = shuffle if not shuffle and type(source.order) is not Sequential else None
     given = [name for name, value in arguments.items() if value is not None]
     if given:
         raise ConfigError(
             f"run.batches: {given[0]} is given, and the DataLoader has its own: leave it out, or give run.batches the "
             "dataset: run.batches(loader.dataset, ...)"
         )
-    return taken(data, seed)
+    return source
 
 
 def makes_batches(data: Any) -> bool:
@@ -82,15 +88,27 @@ def makes_batches(data: Any) -> bool:
     return isinstance(data, DataLoader) and data.batch_sampler is not None
 
 
-def taken(loader: DataLoader[Any], seed: int) -> Source:
-    """Takes what a DataLoader was made with, and logs once what that is. Its order becomes a function of the epoch."""
+def taken(loader: DataLoader[Any], seed: int, workers: bool = True) -> Source:
+    """Takes what a DataLoader was made with, and logs what that is. Its order becomes a function of the epoch."""
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise ConfigError(
+            f"run.batches: {type(loader).__name__} makes batches in its own way (__iter__), which cannot be divided "
+            "over ranks: use a DataLoader of torch, or run.stream with different data on every rank"
+        )
+    batches: Any = loader.batch_sampler
+    sampler = getattr(batches, "sampler", batches)
+    weights = getattr(sampler, "weights", None)
+    made_of = (seed, loader.dataset, loader.collate_fn, sampler, None if weights is None else digest(weights), workers)
     known = _taken.get(loader)
-    if known is None or known[0] != seed:
-        known = _taken[loader] = seed, _take(loader, seed)
+    if known is None or not all(
+        one is other or (isinstance(one, (int, str)) and one == other)
+        for one, other in zip(known[0], made_of, strict=True)
+    ):
+        known = _taken[loader] = made_of, _take(loader, seed, workers)
     return known[1]
 
 
-def _take(loader: DataLoader[Any], seed: int) -> Source:
+def _take(loader: DataLoader[Any], seed: int, workers: bool) -> Source:
     dataset: Any = loader.dataset
     collate: Any = None if loader.collate_fn is default_collate else loader.collate_fn
     batches: Any = loader.batch_sampler
@@ -105,9 +123,9 @@ def _take(loader: DataLoader[Any], seed: int) -> Source:
         sizes = _BatchSizes(batches, loader)
         size, drop_last, name = sizes.size, False, type(batches).__name__
         order = CustomOrder(len(dataset), seed, sizes, repeats=True, said_by=name)
-    workers = f", {loader.num_workers} workers" if loader.num_workers else ""
+    fetched = f", {loader.num_workers} workers" if loading and workers and order is not None else ""
     logger.info("a DataLoader gives its dataset, batches of %d (on all ranks together), %s as the order%s%s%s", size,
-                name, ", its collate_fn" if collate else "", workers, _not_taken(loader))  # fmt: skip
+                name, ", its collate_fn" if collate else "", fetched, _not_taken(loader))  # fmt: skip
     return Source(dataset, size, collate, order is not None, drop_last, order, loading)
 
 
@@ -119,6 +137,11 @@ def _order_of(sampler: Any, loader: DataLoader[Any], count: int, seed: int) -> t
     if type(sampler) is DistributedSampler:  # which would divide the data once more
         order = Shuffled(count, seed) if sampler.shuffle else Sequential(count)
         return order, f"{order.name} (in place of {name})"
+    if isinstance(sampler, DistributedSampler):
+        raise ConfigError(
+            f"run.batches: {name} divides the data over ranks, which Lockstep does: give the DataLoader a sampler over "
+            "all of the data"
+        )
     whole = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == count
     if whole and sampler.generator is None:
         return Shuffled(count, seed), f"{name} (by the seed of the run)"
@@ -146,50 +169,72 @@ class _Samples:
     """
 
     def __init__(self, sampler: Any, loader: DataLoader[Any]) -> None:
-        self._sampler, self._loader = sampler, weakref.ref(loader)
-        self._generator: torch.Generator | None = getattr(sampler, "generator", None)
-        self._states = {0: self._generator.get_state()} if self._generator is not None else {}
+        self._sampler, self._name = sampler, type(sampler).__name__
+        self._most = _MOST_PASSES * max(len(loader.dataset), 1)  # type: ignore[arg-type]
+        inner: Any = getattr(sampler, "sampler", None)
+        self._generator: Any = getattr(sampler, "generator", None) or getattr(inner, "generator", None)
+        # Whether the loader draws the seed of its workers from the same generator, in every epoch or once.
+        self._draws_seed = self._generator is not None and loader.generator is self._generator
+        self._draws_once = loader.persistent_workers
+        self._states: dict[int, torch.Tensor] = {}
+        if self._generator is not None:
+            now = (self._generator, self._generator.get_state(), weakref.ref(loader))
+            _, self._states[0], other = _generators.setdefault(id(self._generator), now)
+            if other() is not loader:
+                raise ConfigError(
+                    f"run.batches: the generator of {self._name} belongs to another DataLoader, too, so what it draws "
+                    "depends on both: make every DataLoader once, with its own generator"
+                )
+        elif self(0, 0, 0) != self(0, 0, 0):
+            raise ConfigError(
+                f"run.batches: {self._name} has its own random state, so that no other rank and no resumed run could "
+                "draw the same: draw from torch's, NumPy's or Python's global generators, or give it `generator`"
+            )
 
     def __call__(self, epoch: int, seed: int, count: int) -> Sequence[int]:
         if self._generator is None:
             with generators_kept():
                 seed_by((_SAMPLING, seed, epoch))
-                return list(self._drawn(epoch))
-        found: list[int] = []
+                return self._drawn(epoch)
+        found: Sequence[int] = ()
         for each in range(max(known for known in self._states if known <= epoch), epoch + 1):
             self._generator.set_state(self._states[each])
-            loader = self._loader()
-            once = loader is not None and loader.persistent_workers and each > 0
-            if loader is not None and loader.generator is self._generator and not once:
-                torch.empty((), dtype=torch.int64).random_(generator=self._generator)  # the seed of its workers
-            found = list(self._drawn(each))
+            if self._draws_seed and not (self._draws_once and each > 0):
+                torch.empty((), dtype=torch.int64).random_(generator=self._generator)
+            found = self._drawn(each)
             self._states[each + 1] = self._generator.get_state()
         return found
 
-    def _drawn(self, epoch: int) -> Iterator[int]:
+    def _drawn(self, epoch: int) -> Sequence[int]:
+        return self._bounded(epoch)
+
+    def _bounded(self, epoch: int) -> list[Any]:
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
-        yield from self._sampler
+        found = list(itertools.islice(iter(self._sampler), self._most + 1))
+        if len(found) > self._most:
+            raise ConfigError(f"run.batches: {self._name} does not end: an epoch needs an end")
+        return found
 
 
 class _BatchSizes(_Samples):
     """A batch sampler as a function of the epoch: its batches must have one size, but for the last."""
 
+    size = 0
+
     def __init__(self, sampler: Any, loader: DataLoader[Any]) -> None:
         super().__init__(sampler, loader)
-        self.size = 0
         self(0, 0, 0)
 
-    def _drawn(self, epoch: int) -> Iterator[int]:
-        batches = list(super()._drawn(epoch))
-        sizes = [len(each) for each in batches]  # type: ignore[arg-type]
+    def _drawn(self, epoch: int) -> Sequence[int]:
+        batches = self._bounded(epoch)
+        sizes = [len(each) for each in batches]
         self.size = self.size or (sizes[0] if sizes else 0)
         other = [each for each in sizes[:-1] if each != self.size]
         if not sizes or other or sizes[-1] > self.size:
             raise ConfigError(
-                f"run.batches: {type(self._sampler).__name__} makes batches of {self.size} and of "
+                f"run.batches: {self._name} makes batches of {self.size} and of "
                 f"{other[0] if other else sizes[-1] if sizes else 0} examples; run.batches needs one size. For batches "
                 "of similar lengths use order={'type': 'buckets', 'lengths': ...} with the dataset"
             )
-        for batch in batches:
-            yield from batch  # type: ignore[misc]
+        return [index for batch in batches for index in batch]

@@ -184,7 +184,7 @@ class BatchFeed:
 
         def begin(cursor: Cursor) -> MicroBatches:
             if compares:
-                self._compare_order(cursor, facts)
+                self.compare_order(cursor.name, facts)
             loader = self._loaders.for_training(cursor.name, dataset, plan, given.collate, given.loading)
             micros: Any = loader.epoch(cursor.epoch, plan.batches if cursor.ended else cursor.batch)
             ahead = self._runtime.copies_ahead and loader.fetches_ahead
@@ -282,17 +282,17 @@ class BatchFeed:
             self._loaders.release(self.cursors.closed)
             self._streams.release()
 
-    def _compare_order(self, cursor: Cursor, facts: dict[str, Any]) -> None:
+    def compare_order(self, name: str, facts: dict[str, Any]) -> None:
         """Refuses ranks with different orders: examples would be left out."""
         if self._group.world_size == 1:
             return
-        everywhere = self._group.gather(facts, f"the order of {cursor.name}")
+        everywhere = self._group.gather(facts, f"the order of {name}")
         for rank, other in enumerate(everywhere):
-            differ = [f"{name} {everywhere[0].get(name)!r} on rank 0, {other.get(name)!r} on rank {rank}"
-                      for name in {**everywhere[0], **other} if everywhere[0].get(name) != other.get(name)]  # fmt: skip
+            differ = [f"{fact} {everywhere[0].get(fact)!r} on rank 0, {other.get(fact)!r} on rank {rank}"
+                      for fact in {**everywhere[0], **other} if everywhere[0].get(fact) != other.get(fact)]  # fmt: skip
             if differ:
                 raise ConfigError(
-                    f"run.batches: the ranks do not have the same order of {cursor.name}: {'; '.join(differ)}. Data, "
+                    f"run.batches: the ranks do not have the same order of {name}: {'; '.join(differ)}. Data, "
                     "weights, lengths and a custom order must be the same on all ranks: make them from the seed"
                 )
 

@@ -24,6 +24,7 @@ from lockstep.config.schema import RunConfig, RunSettings
 from lockstep.config.strategy import COMM_HOOKS
 from lockstep.data.cursors import Due, Progress
 from lockstep.data.loader import Collate
+from lockstep.data.order import Order
 from lockstep.data.source import Source
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import Topology
@@ -246,10 +247,10 @@ class Engine:
         return True
 
     def gradients(self, optimizer: Optimizer | None) -> dict[str, Tensor]:
-        stepped, step = self.models.stepped_by(optimizer), self.feed.current_step()
-        if step.completes_batch:
-            self.stepper.finish(stepped, step, self.feed.step_number)
-        return self.models.gradients_of(stepped) if step.completes_batch else {}
+        stepped, step = self.models.stepped_by(optimizer), self.feed.step
+        if step is None or (step.counted and step.is_bare) or not step.completes_batch:
+            return {}
+        return self.stepper.finished(stepped, step, self.feed.step_number)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         step = self.feed.step
@@ -323,6 +324,8 @@ class Engine:
     # Evaluation
 
     def evaluate(self, measure: Measure, source: Source, on: str, name: str) -> dict[str, float]:
+        if isinstance(source.order, Order):
+            self.feed.compare_order(name, source.order.facts(0))
         with self.profiler.region("validate"), self._noted("validate", name):
             return self.evaluator.evaluate(measure, source.examples, source.batch_size, on, source.collate, name)
 

@@ -334,7 +334,7 @@ class Run:
 
         Equal on all ranks. With `on="rank0"`, rank 0 measures alone. Use run.module inside, never the wrapper.
         """
-        source = source_of(dataset, batch_size, collate, False, False, None, self._engine.settings.seed)
+        source = source_of(dataset, batch_size, collate, True, False, None, self._engine.settings.seed)
         return self._engine.evaluate(measure, source, on, name)
 
     def register_state(self, name: str, part: Stateful, *, per_rank: bool = False) -> None:

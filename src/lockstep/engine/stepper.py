@@ -47,7 +47,8 @@ class Stepper:
         self.loss_scale: LossScale | None = None  # where a model computes in float16
         self._evaluations: Evaluations | None = None  # while an optimizer evaluates a closure
         self._gradients = models.gradients
-        self._finished: dict[int, tuple[Step, bool]] = {}  # by optimizer: whose gradients are those of the whole batch
+        # By optimizer: those whose gradients are those of the whole batch, and whether they are usable.
+        self._finished: dict[int, tuple[Step, bool, list[nn.Parameter]]] = {}
         self.before_step: Callable[[Optimizer], None] | None = None  # called with finished gradients
 
     def backward(self, step: Step, number: int, total: Tensor, count: Any) -> None:
@@ -58,11 +59,7 @@ class Stepper:
                 "comes after an optimizer has stepped for the batch: only its last leaf would see the new weights. "
                 "Call run.backward for all losses before run.step, or leave train.exact out"
             )
-        if self._evaluations is None and any(each is step for each, _ in self._finished.values()):
-            raise ConfigError(
-                "run.backward: comes after run.gradients, which has finished the gradients of this batch: call "
-                "run.backward for all losses before, or run.step for the optimizer"
-            )
+        self._refuse_after_gradients(step)
         complete = step.completes_batch
         factor = step.weight if count is None else step.scale
         exchanges = self._group.world_size > 1 and complete
@@ -103,12 +100,33 @@ class Stepper:
             else:
                 with dividing(optimizer, divisor):
                     self._strategy.step(optimizer)
-        del self._finished[id(optimizer)]
+        self._finished.pop(id(optimizer), None)
         self._note_learning_rate(entry, optimizer)
         self._gradients.stepped(optimizer, step)
         self._be_patient_while_compiling()
         self._strategy.stepped()
         return entry.average if usable else None
+
+    def _refuse_after_gradients(self, step: Step) -> None:
+        for key, (finished, _, parameters) in list(self._finished.items()):
+            if finished is not step or all(each.grad is None for each in parameters):  # the loop has dropped them
+                del self._finished[key]
+            elif self._evaluations is None:
+                raise ConfigError(
+                    "run.backward: comes after run.gradients, which has finished the gradients of this batch: call "
+                    "run.backward for all losses before, or run.step or zero_grad() of the optimizer"
+                )
+
+    def finished(self, stepped: Stepped, step: Step, number: int) -> dict[str, Tensor]:
+        """Returns the gradients of the whole batch by parameter."""
+        if self._evaluations is not None:
+            raise ConfigError(
+                "run.gradients: in a closure gradients are not finished yet: use the callback before_optimizer_step"
+            )
+        has_stepped = not self._strategy.leaves and all(each.grad is None for each in stepped[2])
+        if not has_stepped:
+            self.finish(stepped, step, number)
+        return self._models.gradients_of(stepped)
 
     def finish(self, stepped: Stepped, step: Step, number: int) -> bool:
         """Makes the gradients of an optimizer those of the whole batch, once. Returns whether to step with them."""
@@ -116,7 +134,7 @@ class Stepper:
         known = self._finished.get(id(optimizer))
         if known is None or known[0] is not step:
             self._reduce(parameters, self._gradients.counts_for(optimizer), number)
-            known = self._finished[id(optimizer)] = step, self._usable(entry, parameters, number)
+            known = self._finished[id(optimizer)] = step, self._usable(entry, parameters, number), parameters
         return known[1]
 
     def _evaluate(
@@ -186,7 +204,9 @@ class Stepper:
         """
         divisor = None
         if self.before_step is not None:
+            evaluations, self._evaluations = self._evaluations, None  # these gradients are finished
             self.before_step(optimizer)
+            self._evaluations = evaluations
         if entry.clip_norm is not None and may_divide and divides_gradients(optimizer):
             norm = self._strategy.gradient_norm(parameters)
             divisor = torch.clamp((norm + 1e-6) / entry.clip_norm, min=1.0).float()

@@ -108,6 +108,7 @@ class ExactStrategy(Strategy):
         self.name = "ddp" if world_size > 1 else "single"
         self._exchange = TreeExchange(runtime, group, self._fill) if world_size > 1 else None
         self._overlaps = True  # until gradients change after they were sent
+        self._hooked: set[nn.Parameter] = set()
         self._seen: dict[nn.Parameter, tuple[Tensor, int]] = {}  # gradients as the backward pass left them
         self.has_replicas = world_size > 1
         self.leaves, self._rank, self._seed = leaves, rank, seed
@@ -122,6 +123,7 @@ class ExactStrategy(Strategy):
         self._batch = self._leaf = self._piece = self._step = 0
         self._weight = 0.0  # of the current leaf
         self._computed = False  # whether the current leaf has gradients
+        self._is_reduced = True  # whether an optimizer has stepped for the batch: all ranks know it alike
 
     def place(self, model: nn.Module) -> nn.Module:
         model = to_device(model, self.runtime.device)
@@ -136,7 +138,8 @@ class ExactStrategy(Strategy):
         self._optimizers.append(optimizer)
         if self._exchange is not None:
             for parameter in _parameters_of(optimizer):
-                if parameter.requires_grad:
+                if parameter.requires_grad and parameter not in self._hooked:
+                    self._hooked.add(parameter)
                     parameter.register_post_accumulate_grad_hook(self._exchange.computed)  # type: ignore[no-untyped-call]
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -170,6 +173,9 @@ class ExactStrategy(Strategy):
                 "would be added to them. Step every optimizer for each batch (or clear it by zero_grad), or let "
                 "run.batches(..., accumulate=N) make one batch of several"
             )
+        if self._exchange is not None and self._exchange.armed:
+            self._exchange.finish()  # the loop has dropped the batch before, and other ranks wait for what they sent
+        self._is_reduced = False
         self._tree.reset()
         self._buffers.begin_step()
         self._source, self._leaf, self._piece, self._weight = source, leaf, 0, 0.0
@@ -198,9 +204,9 @@ class ExactStrategy(Strategy):
             self._exchange.changed(parameters)
         for parameter in parameters:
             gradient, parameter.grad = parameter.grad, None
+            seen = self._seen.pop(parameter, None)
             if gradient is None:
                 continue
-            seen = self._seen.pop(parameter, None)
             if seen is not None and (gradient is not seen[0] or gradient._version != seen[1]):
                 raise ConfigError(
                     f"train.exact: {self.leaves}: gradients were changed between run.backward and run.step, where each "
@@ -223,7 +229,8 @@ class ExactStrategy(Strategy):
                 f"train.exact: {self.leaves} divides the batches of run.batches into leaves, and this loop brings its "
                 "own data: use run.batches with a dataset, or leave train.exact out"
             )
-        if self._tree.taken or self._computed:
+        if not self._is_reduced:
+            self._is_reduced = True
             self._root = self._reduced()
             self._buffers.finish(self._continued)
             seed_generators(self.runtime, self._seed, self._step, _AFTER_LEAVES)

@@ -47,6 +47,8 @@ class TreeExchange:
         self._waiting: list[set[Hashable]] = []  # for the backward pass, of each bucket
         self._sent: list[Node] = []
         self._stale: set[int] = set()  # buckets whose gradients have changed since they were sent
+        self._as_sent: dict[Any, tuple[Tensor | None, int]] = {}  # the gradients of parameters, and their versions
+        self._planned: list[int] = []
         self.armed = False
 
     def plan(self, parameters: Parameters) -> None:
@@ -55,7 +57,8 @@ class TreeExchange:
             with self._group.activity.within("making a group", waits=True), self._group.closed_to_others():
                 limit = timedelta(seconds=self._group.timeout)
                 self._own_group = dist.new_group(backend=self._runtime.backend, timeout=limit)
-        if list(map(id, parameters)) != list(map(id, self._number)):
+        if list(map(id, parameters)) != self._planned:
+            self._planned = list(map(id, parameters))
             self._buckets = buckets([(each, each) for each in parameters])
             self._number = {key: number for number, bucket in enumerate(self._buckets) for key, _ in bucket}
 
@@ -63,7 +66,7 @@ class TreeExchange:
         """The last micro-batch of the step begins."""
         self.armed = bool(self._buckets)
         self._waiting = [{key for key, _ in bucket} for bucket in self._buckets]
-        self._sent, self._stale = [], set()
+        self._sent, self._stale, self._as_sent = [], set(), {}
 
     def computed(self, parameter: nn.Parameter) -> None:
         """The backward pass is done with a parameter."""
@@ -91,6 +94,10 @@ class TreeExchange:
         while self.armed and len(self._sent) < len(self._buckets):
             self._send()
         self.thread.wait()
+        for key, as_sent in self._as_sent.items():  # model.zero_grad(), or a hook of the user after ours
+            if not _is_same(key.grad, *as_sent):
+                self._stale.add(self._number[key])
+        self._as_sent = {}
         self.armed, found = False, {key: value for node in self._sent for key, value in node.items()}
         self._sent = []
         return found, self._stale
@@ -109,7 +116,12 @@ class TreeExchange:
         flat, views = flat_views(bucket, size)
         self._fill([key for key, _ in bucket], views)
         self._sent.append(views)
+        self._as_sent |= {key: (key.grad, 0 if key.grad is None else key.grad._version) for key, _ in bucket}  # type: ignore[attr-defined]
         self.thread.do(lambda: add_over_ranks(flat, rank, size, group))
+
+
+def _is_same(now: Tensor | None, before: Tensor | None, version: int) -> bool:
+    return now is before and (now is None or now._version == version)
 
 
 class _Background:
@@ -182,9 +194,15 @@ def flat_views(bucket: Bucket, world_size: int) -> tuple[Tensor, Node]:
         end += -(-tensor.numel() // _ALIGNED) * _ALIGNED
     flat = torch.zeros(-(-end // world_size) * world_size, dtype=bucket[0][1].dtype, device=bucket[0][1].device)
     return flat, {
-        key: flat[start : start + tensor.numel()].view(tensor.shape)
+        key: flat[start : start + tensor.numel()].as_strided(tensor.shape, _strides(tensor), start)
         for start, (key, tensor) in zip(starts, bucket, strict=True)
     }
+
+
+def _strides(tensor: Tensor) -> Sequence[int]:
+    """Returns the layout of a gradient, which is that of its parameter: norms depend on it."""
+    dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    return tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
 
 
 def add_over_ranks(flat: Tensor, rank: int, world_size: int, group: Any = None) -> None:

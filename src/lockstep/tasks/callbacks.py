@@ -27,6 +27,9 @@ from lockstep.tasks.task import Task
 logger = logging.getLogger(__name__)
 
 
+_BEFORE_STEP = (1, 1)  # sets these random numbers apart from those of training
+
+
 class Callback:
     """Something that happens between steps, on every rank. Derive from it, or define some of its methods.
 
@@ -111,7 +114,8 @@ class UserCallbacks:
 
         def before_step(optimizer: Optimizer) -> None:
             states = generator_states(runtime)
-            seed_generators(runtime, seed, run.progress.step)
+            index = next(number for number, each in enumerate(run.optimizers.values()) if each is optimizer)
+            seed_generators(runtime, seed, run._engine.feed.step_number, index, *_BEFORE_STEP)
             self._call("before_optimizer_step", run, optimizer)
             set_generator_states(runtime, states)
 

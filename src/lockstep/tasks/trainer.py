@@ -44,6 +44,14 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     """Trains the config's task in this run, from its newest checkpoint if it has one. Returns the outcome."""
     task = create_task(config.task)
     own = UserCallbacks(own_callbacks(task, config))
+    try:
+        return _fit(run, config, task, own)
+    except Exception as error:
+        own.after_exception(run, error)
+        raise
+
+
+def _fit(run: Run, config: RunConfig, task: Task, own: UserCallbacks) -> dict[str, Any]:
     datasets = datasets_of(task, config)
     order = order_of(task, config, datasets["train"])
     collate: Collate | None = getattr(task, "collate", None)
@@ -79,11 +87,7 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     own.watch_optimizers(run)
     unfinished = validation.unfinished is not None and validation.unfinished == run.progress.step
     callbacks: list[Callback] = [validation, scheduling, checkpointing]
-    try:
-        stopped = train(run, task, datasets["train"], collate, config, callbacks, own, unfinished, order)
-    except Exception as error:
-        own.after_exception(run, error)
-        raise
+    stopped = train(run, task, datasets["train"], collate, config, callbacks, own, unfinished, order)
     if stopped:
         logger.info("stopped early at step %d: %s", run.progress.step, stopped)
     validation.validate(run)
@@ -202,7 +206,9 @@ def datasets_of(task: Task, config: RunConfig) -> Datasets:
 
 def without_loader(task: Task, config: RunConfig, made: Any, name: str, trains: bool = False) -> Any:
     """Returns the data of a DataLoader, and has the task remember its collate_fn and, to train with, its order."""
-    source = taken(made, config.seed) if makes_batches(made) else Source(made, config.train.batch_size)
+    if not makes_batches(made) and not trains:
+        return made
+    source = taken(made, config.seed, False) if makes_batches(made) else Source(made, config.train.batch_size)
     if not hasattr(type(task), "collate"):
         if vars(task).setdefault("_collate_of_loader", source.collate) != source.collate:
             raise ConfigError(
@@ -213,8 +219,10 @@ def without_loader(task: Task, config: RunConfig, made: Any, name: str, trains: 
             vars(task)["collate"] = source.collate
     if not trains:
         return source.examples
-    of_loader = {"train.batch_size": source.batch_size, "data.drop_last": source.drop_last}
+    of_loader: dict[str, Any] = {"train.batch_size": source.batch_size, "data.drop_last": source.drop_last}
     of_config = {"train.batch_size": config.train.batch_size, "data.drop_last": config.data.drop_last}
+    if is_stream(source.dataset):
+        of_loader["data.shuffle"], of_config["data.shuffle"] = False, config.data.shuffle
     for path in of_loader if makes_batches(made) else ():
         if of_loader[path] != of_config[path]:
             raise ConfigError(

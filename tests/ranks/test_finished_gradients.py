@@ -45,6 +45,15 @@ def test_a_loss_after_them_is_refused(tmp_path: Path) -> None:
         launched(gradient_bodies.after_gradients, 1, tmp_path / "run")
 
 
+def test_a_batch_may_be_dropped_after_a_look_at_them(tmp_path: Path) -> None:
+    assert launched(gradient_bodies.dropped, 2, tmp_path / "run") == [[4, 0, 4, 4, 0, 4, 0, 4, 0, 4]] * 2
+
+
+def test_in_a_closure_they_are_refused(tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, WorkerFailed), match=r"run\.gradients: in a closure"):
+        launched(gradient_bodies.in_a_closure, 1, tmp_path / "run")
+
+
 def trained(folder: Path, processes: int, noise: float = 0.0, **settings: Any) -> list[Any]:
     found = lockstep.train(
         task={"type": f"{gradient_bodies.__file__}:Small", "noise": noise}, processes=processes, runtime="cpu",
