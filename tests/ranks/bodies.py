@@ -394,7 +394,7 @@ def slow_in_user_code(run: lockstep.Run) -> int:
     run.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
     for inputs, targets in run.batches(dataset(), batch_size=2):
         if run.progress.step == 1:
-            time.sleep(5.5)
+            time.sleep(7.5)
         if run.progress.step == 3 and run.rank == 1:
             time.sleep(3)
         run.backward(F.mse_loss(run.model(inputs), targets))

@@ -75,7 +75,7 @@ def train(run: Run, seed: int, until: int = 9, noise: bool = True) -> tuple[str,
     """Trains to a step, from a checkpoint if there is one: a digest of all weights, and what is measured."""
     how = settings_of(seed)
     if not noise:
-        how |= {"norm": False, "sometimes": False}  # which a leaf computes otherwise than a batch
+        how |= {"norm": False, "sometimes": False, "late": None, "break": False}  # otherwise in a leaf than in a batch
     torch.manual_seed(seed)
     names = ["one", "two"] if how["two"] else ["one"]
     models, optimizers = {}, {}
