@@ -148,7 +148,7 @@ def phases(ranks: list[Stamps]) -> dict[str, float]:
         "groups": joined - verdict,
         "proof": proven - joined,
         "together": proven - arrived,
-        "connecting": longest("meet", "another_connection"),
+        "connecting": longest("meet"),
         "digests": longest("source_files"),
     }
 
