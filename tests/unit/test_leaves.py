@@ -17,7 +17,7 @@ from lockstep.data.batches import GlobalBatches
 from lockstep.errors import ConfigError
 from lockstep.record.meters import added_up, parts_of
 from lockstep.runtime.deterministic import deterministic, explained
-from lockstep.strategy.exact import LeafTree
+from lockstep.strategy.leaves import LeafTree
 
 
 def tree_sum(leaves: list[torch.Tensor]) -> torch.Tensor:

@@ -25,7 +25,7 @@ from numpy.random import mtrand
 Key = tuple[int | str, ...]
 
 # The first word of a key; the order of examples, the split and the batches of run.stream have others.
-FETCHING, READING, SHUFFLING, SHARDS, COLLATING = 3, 4, 5, 6, 7
+FETCHING, READING, SHUFFLING, SHARDS, COLLATING, SAMPLING = 3, 4, 5, 6, 7, 8
 GENERATORS = ("python", "numpy", "torch")
 
 _one_at_a_time = threading.RLock()  # ranks that are threads share the generators of their process

@@ -25,14 +25,13 @@ from torch.utils.data import (
 
 from lockstep.data.loader import Collate
 from lockstep.data.order import CustomOrder, Order, OrderChoice, Sequential, Shuffled, Weighted, digest
-from lockstep.data.seeding import generators_kept, seed_by
+from lockstep.data.seeding import SAMPLING, generators_kept, seed_by
 from lockstep.data.stream_reader import is_stream
 from lockstep.data.workers import Loading
 from lockstep.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_SAMPLING = 8  # the first word of a key; see seeding.py
 _MOST_PASSES = 100  # over its data that a sampler may make in an epoch: one that repeats for ever does not end
 
 _taken: weakref.WeakKeyDictionary[DataLoader[Any], tuple[Any, Source]] = weakref.WeakKeyDictionary()
@@ -92,7 +91,7 @@ def taken(loader: DataLoader[Any], seed: int, workers: bool = True) -> Source:
     """Takes what a DataLoader was made with, and logs what that is. Its order becomes a function of the epoch."""
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise ConfigError(
-            f"run.batches: {type(loader).__name__} makes batches in its own way (__iter__), which cannot be divided "
+            f"DataLoader: {type(loader).__name__} makes batches in its own way (__iter__), which cannot be divided "
             "over ranks: use a DataLoader of torch, or run.stream with different data on every rank"
         )
     batches: Any = loader.batch_sampler
@@ -120,9 +119,9 @@ def _take(loader: DataLoader[Any], seed: int, workers: bool) -> Source:
         size, drop_last = batches.batch_size, batches.drop_last
         order, name = _order_of(batches.sampler, loader, len(dataset), seed)
     else:
-        sizes = _BatchSizes(batches, loader)
-        size, drop_last, name = sizes.size, False, type(batches).__name__
-        order = CustomOrder(len(dataset), seed, sizes, repeats=True, said_by=name)
+        samples = _BatchSamples(batches, loader)
+        size, drop_last, name = samples.size, False, type(batches).__name__
+        order = CustomOrder(len(dataset), seed, samples, repeats=True, said_by=name)
     fetched = f", {loader.num_workers} workers" if loading and workers and order is not None else ""
     logger.info("a DataLoader gives its dataset, batches of %d (on all ranks together), %s as the order%s%s%s", size,
                 name, ", its collate_fn" if collate else "", fetched, _not_taken(loader))  # fmt: skip
@@ -139,7 +138,7 @@ def _order_of(sampler: Any, loader: DataLoader[Any], count: int, seed: int) -> t
         return order, f"{order.name} (in place of {name})"
     if isinstance(sampler, DistributedSampler):
         raise ConfigError(
-            f"run.batches: {name} divides the data over ranks, which Lockstep does: give the DataLoader a sampler over "
+            f"DataLoader: {name} divides the data over ranks, which Lockstep does: give the DataLoader a sampler over "
             "all of the data"
         )
     whole = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == count
@@ -182,19 +181,19 @@ class _Samples:
             _, self._states[0], other = _generators.setdefault(id(self._generator), now)
             if other() is not loader:
                 raise ConfigError(
-                    f"run.batches: the generator of {self._name} belongs to another DataLoader, too, so what it draws "
+                    f"DataLoader: the generator of {self._name} belongs to another DataLoader, too, so what it draws "
                     "depends on both: make every DataLoader once, with its own generator"
                 )
         elif self(0, 0, 0) != self(0, 0, 0):
             raise ConfigError(
-                f"run.batches: {self._name} has its own random state, so that no other rank and no resumed run could "
+                f"DataLoader: {self._name} has its own random state, so that no other rank and no resumed run could "
                 "draw the same: draw from torch's, NumPy's or Python's global generators, or give it `generator`"
             )
 
     def __call__(self, epoch: int, seed: int, count: int) -> Sequence[int]:
         if self._generator is None:
             with generators_kept():
-                seed_by((_SAMPLING, seed, epoch))
+                seed_by((SAMPLING, seed, epoch))
                 return self._drawn(epoch)
         found: Sequence[int] = ()
         for each in range(max(known for known in self._states if known <= epoch), epoch + 1):
@@ -205,19 +204,16 @@ class _Samples:
             self._states[each + 1] = self._generator.get_state()
         return found
 
-    def _drawn(self, epoch: int) -> Sequence[int]:
-        return self._bounded(epoch)
-
-    def _bounded(self, epoch: int) -> list[Any]:
+    def _drawn(self, epoch: int) -> list[Any]:
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
         found = list(itertools.islice(iter(self._sampler), self._most + 1))
         if len(found) > self._most:
-            raise ConfigError(f"run.batches: {self._name} does not end: an epoch needs an end")
+            raise ConfigError(f"DataLoader: {self._name} does not end: an epoch needs an end")
         return found
 
 
-class _BatchSizes(_Samples):
+class _BatchSamples(_Samples):
     """A batch sampler as a function of the epoch: its batches must have one size, but for the last."""
 
     size = 0
@@ -226,14 +222,14 @@ class _BatchSizes(_Samples):
         super().__init__(sampler, loader)
         self(0, 0, 0)
 
-    def _drawn(self, epoch: int) -> Sequence[int]:
-        batches = self._bounded(epoch)
+    def _drawn(self, epoch: int) -> list[Any]:
+        batches = super()._drawn(epoch)
         sizes = [len(each) for each in batches]
         self.size = self.size or (sizes[0] if sizes else 0)
         other = [each for each in sizes[:-1] if each != self.size]
         if not sizes or other or sizes[-1] > self.size:
             raise ConfigError(
-                f"run.batches: {self._name} makes batches of {self.size} and of "
+                f"DataLoader: {self._name} makes batches of {self.size} and of "
                 f"{other[0] if other else sizes[-1] if sizes else 0} examples; run.batches needs one size. For batches "
                 "of similar lengths use order={'type': 'buckets', 'lengths': ...} with the dataset"
             )
