@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.futures import Future
 
 from lockstep.runtime.base import Copy, Runtime
+from lockstep.runtime.deterministic import start_cublas
 from lockstep.runtime.gpus import check_devices
 from lockstep.runtime.moving import map_tensors, moved
 
@@ -74,6 +75,8 @@ class CudaRuntime(Runtime):
     def prepare(self) -> None:
         check_devices(self.device.index + 1, torch.cuda.device_count())
         torch.cuda.set_device(self.device)
+        if torch.are_deterministic_algorithms_enabled():
+            start_cublas()
 
     def use_precision(self, precision: str) -> None:
         if precision == "tf32":  # for the whole process: matrix products, and convolutions
