@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lockstep.evaluation.means import Mean
     from lockstep.launchers.launch import launch
     from lockstep.launchers.train import train
+    from lockstep.strategy.combined import CombinedOptimizer
     from lockstep.tasks.callbacks import Callback
     from lockstep.tasks.schedules import Schedule
     from lockstep.tasks.task import Task
@@ -21,14 +22,15 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "Callback", "ConfigError", "LockstepError", "Mean", "Run", "Schedule", "TarShards", "Task", "WorkerFailed",
-    "__version__", "launch", "train",
+    "Callback", "CombinedOptimizer", "ConfigError", "LockstepError", "Mean", "Run", "Schedule", "TarShards", "Task",
+    "WorkerFailed", "__version__", "launch", "train",
 ]  # fmt: skip
 
 # Loaded when first used: importing the package must not import torch.
 _HOMES = {
     "ConfigError": "lockstep.errors",
     "Callback": "lockstep.tasks.callbacks",
+    "CombinedOptimizer": "lockstep.strategy.combined",
     "LockstepError": "lockstep.errors",
     "Mean": "lockstep.evaluation.means",
     "Run": "lockstep.engine.run",

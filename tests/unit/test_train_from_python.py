@@ -94,7 +94,7 @@ def test_values_are_merged_and_those_of_another_type_take_its_place(
         if said is None:
             assert plain[section] is None
         elif section == "optimizer":
-            assert plain[section] == {**said, "groups": None}
+            assert plain[section] == {**said, "groups": None, "others": None}
         else:
             assert _part(plain[section], said) == said
     assert BASE["train"] == {"epochs": 2, "batch_size": 8}, "the caller's own is not changed"

@@ -82,7 +82,9 @@ def _reason_against(change: Change, after: Mapping[str, Any]) -> str | None:
             return reason
     if not _is_of_optimizer(change):
         return None
-    if change.path.startswith("optimizer.groups") and (change.path.count(".") < 2 or _name(change) == "match"):
+    if change.path.startswith(("optimizer.groups", "optimizer.others")) and (
+        change.path.count(".") < 2 or _name(change) in ("match", "type")
+    ):
         return "the saved state belongs to these groups of parameters"
     name, numbers = _name(change), [each for each in (change.before, change.after) if each is not None]
     if any(isinstance(each, bool) or not isinstance(each, (int, float)) for each in numbers):
@@ -102,7 +104,8 @@ def _is_of_optimizer(change: Change) -> bool:
 
 
 def _name(change: Change) -> str:
-    return change.path.split(".")[2 if change.path.startswith("optimizer.groups[") else 1].split("[")[0]
+    inner = change.path.startswith(("optimizer.groups[", "optimizer.others."))
+    return change.path.split(".")[2 if inner else 1].split("[")[0]
 
 
 def _leaves(node: Any, at: str = "") -> Iterator[tuple[str, Any]]:

@@ -43,10 +43,22 @@ class ParameterGroup(OpenSection):
     match: Patterns
 
 
+class OtherOptimizer(Component):
+    """The optimizer of what is no matrix; every other key is an argument of its constructor."""
+
+    type: Annotated[ImportPath, of_torch("torch.optim")] = "torch.optim.AdamW"
+    match: Patterns | None = Field(
+        None, description="its parameters, besides vectors; by default embeddings, and all outside of repeated blocks"
+    )
+
+
 class Optimizer(Component):
     """An optimizer; every other key is an argument of its constructor."""
 
     type: Annotated[ImportPath, of_torch("torch.optim")]
+    others: Annotated[OtherOptimizer, as_mapping(OtherOptimizer)] | None = Field(
+        None, description="a second optimizer, for what is no matrix: with Muon"
+    )
     groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] | None = Field(
         None, description="parameters with their own arguments; the first match counts"
     )

@@ -22,7 +22,7 @@ from lockstep.evaluation.means import Mean
 from lockstep.profiler import Profiler
 from lockstep.record.aggregator import MetricAggregator
 from lockstep.strategy.base import Strategy
-from lockstep.strategy.optimizer_step import divides_gradients, dividing
+from lockstep.strategy.optimizer_step import divides_gradients, dividing, meets
 from lockstep.strategy.parameters import multiply_gradients
 
 
@@ -98,14 +98,21 @@ class Stepper:
             if closure is not None:
                 self._evaluate(entry, optimizer, parameters, closure, number)
             else:
-                with dividing(optimizer, divisor):
-                    self._strategy.step(optimizer)
+                self._step(optimizer, divisor, number)
         self._finished.pop(id(optimizer), None)
         self._note_learning_rate(entry, optimizer)
         self._gradients.stepped(optimizer, step)
         self._be_patient_while_compiling()
         self._strategy.stepped()
         return entry.average if usable else None
+
+    def _step(self, optimizer: Optimizer, divisor: Tensor | None, number: int) -> None:
+        """Ranks may meet there: where each computes some of the matrices, for all."""
+        try:
+            with dividing(optimizer, divisor), self._activity.within("the optimizer", waits=meets(optimizer)):
+                self._strategy.step(optimizer)
+        except RuntimeError as error:
+            raise self._group.explain(error, f"the optimizer of step {number}") from error
 
     def _refuse_after_gradients(self, step: Step) -> None:
         for key, (finished, _, parameters) in list(self._finished.items()):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lockstep.config.strategy import CommHook
 from lockstep.config.strategy import Strategy as StrategySettings
@@ -21,6 +22,7 @@ from lockstep.runtime.base import Runtime
 from lockstep.strategy import collectives
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.collectives import synchronise
+from lockstep.strategy.optimizer_step import meets, step_parts
 from lockstep.strategy.parameters import Modules, gradients_of
 
 logger = logging.getLogger(__name__)
@@ -208,6 +210,12 @@ class DdpStrategy(Strategy):
         super().computed(last)
         for replica in self._replicas:
             replica.computed(last)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
+        if closure is None and meets(optimizer):
+            step_parts(optimizer)
+        else:
+            super().step(optimizer, closure)
 
     def stepped(self) -> None:
         super().stepped()

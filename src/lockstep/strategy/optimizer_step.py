@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from lockstep.strategy import muon
+from lockstep.strategy.combined import CombinedOptimizer, parts_of
 from lockstep.strategy.slices import from_part, is_spread, local_part
 
 if TYPE_CHECKING:
@@ -37,6 +39,11 @@ BY_NUMBER = (
 
 def use_fused_step(optimizer: Optimizer, model: nn.Module, device: torch.device) -> bool:
     """Uses an optimizer's fused kernel where nobody decided otherwise; returns whether it does."""
+    done = [_use_fused_step(part, model, device) for part in parts_of(optimizer)]
+    return any(done)
+
+
+def _use_fused_step(optimizer: Optimizer, model: nn.Module, device: torch.device) -> bool:
     groups = optimizer.param_groups
     undecided = (
         type(optimizer) in _FUSED
@@ -82,16 +89,33 @@ def dividing(optimizer: Optimizer, divisor: Tensor | None) -> Iterator[None]:
         del stepping.grad_scale
 
 
+def meets(optimizer: Optimizer) -> bool:
+    """Whether ranks wait for each other in its step."""
+    return any(type(each) is optim.Muon for each in parts_of(optimizer))
+
+
 def _has_sparse_gradients(model: nn.Module) -> bool:
     return any(getattr(each, "sparse", False) for each in model.modules())
 
 
 def step_parts(optimizer: Optimizer) -> None:
-    if type(optimizer) not in BY_NUMBER or _is_watched(optimizer):
+    """Steps an optimizer on several ranks, by what it needs: numbers, whole matrices, or DTensors."""
+    if isinstance(optimizer, CombinedOptimizer) and _is_watched(optimizer):
         optimizer.step()
         return
-    with _on_parts(optimizer):
-        optimizer.step()
+    for part in parts_of(optimizer):
+        if type(part) is optim.Muon:
+            muon.step(part)
+        elif type(part) in BY_NUMBER and not _is_watched(part) and _is_split(part):
+            with _on_parts(part):
+                part.step()
+        else:
+            part.step()
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler of torch looks for it
+
+
+def _is_split(optimizer: Optimizer) -> bool:
+    return any(is_spread(each) for group in optimizer.param_groups for each in group["params"])
 
 
 def _is_watched(optimizer: Optimizer) -> bool:

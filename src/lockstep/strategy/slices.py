@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,7 +54,11 @@ def slice_of(tensor: Tensor) -> Slice | None:
     if not is_spread(tensor):
         return None
     shape, placements = tuple(tensor.shape), tuple(tensor.placements)
-    size, offset, holders = _place(shape, tensor.device_mesh, placements)
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"a DTensor of shape {shape} is on a mesh that this rank is not part of: {tensor.device_mesh}")
+    offset, size = _place(shape, tensor.device_mesh, placements, tuple(coordinate))
+    holders = _holders(tensor.device_mesh, placements, tuple(coordinate))
     with torch.no_grad():
         local = tensor.to_local().detach()
     if tuple(local.shape) != size:
@@ -62,6 +67,26 @@ def slice_of(tensor: Tensor) -> Slice | None:
             f"where its placements make it {size}: it was made from parts of other sizes (DTensor.from_local)"
         )
     return Slice(local, shape, offset, holders)
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # where a part begins in its tensor, and its size
+
+
+def boxes_of(tensor: Tensor, world_size: int) -> list[Box]:
+    """Returns the part of a tensor that each rank has; all of it, where it is no DTensor."""
+    shape = tuple(tensor.shape)
+    if not is_spread(tensor):
+        return [((0,) * len(shape), shape)] * world_size
+    mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+    root = _root_of(mesh) if mesh.mesh_dim_names else mesh
+    if root.mesh.numel() != world_size or not set(mesh.mesh_dim_names or ()) <= set(root.mesh_dim_names or ()):
+        raise ValueError(f"a DTensor of shape {shape} is on a mesh that is not one of all ranks: {mesh}")
+    found: dict[int, Box] = {}
+    for place, rank in zip(itertools.product(*map(range, root.mesh.shape)), root.mesh.flatten().tolist(), strict=True):
+        by_name = dict(zip(root.mesh_dim_names or range(root.ndim), place, strict=True))
+        coordinate = tuple(by_name[name] for name in mesh.mesh_dim_names or range(mesh.ndim))
+        found[rank] = _place(shape, mesh, placements, coordinate)
+    return [found[rank] for rank in range(world_size)]
 
 
 class Stored(abc.ABC):
@@ -86,14 +111,11 @@ class Stored(abc.ABC):
 
 @functools.lru_cache(maxsize=4096)
 def _place(
-    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Returns size, offset and holders of this rank's part; cached for a parameter and its optimizer's state."""
+    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...], coordinate: tuple[int, ...]
+) -> Box:
+    """Returns the part at a place of the mesh; cached for a parameter and its optimizer's state."""
     from torch.distributed.tensor import Partial
 
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise ValueError(f"a DTensor of shape {shape} is on a mesh that this rank is not part of: {mesh}")
     if any(isinstance(each, Partial) for each in placements):
         raise ValueError(f"a DTensor of shape {shape} is not reduced yet ({placements}): it has no value to be saved")
     sizes, offset = list(shape), [0] * len(shape)
@@ -107,10 +129,11 @@ def _place(
             begin = min(coordinate[axis] * length, sizes[dimension])
             offset[dimension] += begin
             sizes[dimension] = min(length, sizes[dimension] - begin)
-    return tuple(sizes), tuple(offset), _holders(mesh, placements, coordinate)
+    return tuple(offset), tuple(sizes)
 
 
-def _holders(mesh: DeviceMesh, placements: tuple[Placement, ...], coordinate: Sequence[int]) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=4096)
+def _holders(mesh: DeviceMesh, placements: tuple[Placement, ...], coordinate: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the ranks with the same part, also along axes of a larger mesh that this one leaves out."""
     from torch.distributed.tensor import Replicate
 

@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 from lockstep.config.training import Optimizer as OptimizerSettings
 from lockstep.engine.models import MATCH
 from lockstep.errors import ConfigError
-from lockstep.tasks.parameters import text
+from lockstep.strategy.combined import parts_of
+from lockstep.tasks.parameters import OTHERS, text
 
 
 class OptimizerArguments:
@@ -26,6 +27,8 @@ class OptimizerArguments:
         self._current: dict[str, Any] | None = None if optimizer is None else dict(optimizer.arguments)
         groups = (optimizer.groups or ()) if optimizer is not None else ()
         self._groups = {text(each): dict(each.arguments) for each in groups}
+        if optimizer is not None and optimizer.others is not None:
+            self._groups[OTHERS] = dict(optimizer.others.arguments)
         self._saved: Mapping[str, Any] | None = None  # of the checkpoint, once restored
         self._saved_groups: Mapping[str, Mapping[str, Any]] = {}
 
@@ -44,9 +47,12 @@ class OptimizerArguments:
             match = group.get(MATCH, "")
             before, now = self._saved_groups.get(match, {}), self._groups.get(match, {})
             own, saved, current = {*before, *now}, {**self._saved, **before}, {**self._current, **now}
+            if match == OTHERS:  # another optimizer, with arguments of its own alone
+                saved, current = dict(before), dict(now)
             for name in dict.fromkeys([*saved, *current]):
                 if _plain(saved.get(name)) != _plain(current.get(name)):
-                    path = f"optimizer.groups ({match}).{name}" if name in own else f"optimizer.{name}"
+                    of_group = match if match == OTHERS else f"optimizer.groups ({match})"
+                    path = f"{of_group}.{name}" if name in own else f"optimizer.{name}"
                     changes[_change(optimizer, scheduler, number, name, path, saved, current)] = None
         return list(changes)
 
@@ -61,10 +67,12 @@ def _change(
     current: Mapping[str, Any],
 ) -> str:
     """Changes one setting of one param group. Returns what to say of it."""
-    group, kind = optimizer.param_groups[number], type(optimizer)
+    group = optimizer.param_groups[number]
+    owner = next(each for each in parts_of(optimizer) if any(one is group for one in each.param_groups))
+    kind = type(owner)
     usual = inspect.signature(kind).parameters
     before = saved.get(name, usual[name].default if name in usual else None)
-    after = current.get(name, optimizer.defaults.get(name))
+    after = current.get(name, owner.defaults.get(name))
     change = f"{path}: {before!r} -> {current.get(name, after)!r}"
     if after is None or name not in group:
         raise _refused(change, f"{kind.__name__} does not keep it where it can be changed")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Muon, Optimizer
 from torch.utils.data import default_collate
 
 from lockstep.config.objects import NotInstalled, check_arguments, import_object, try_on
@@ -31,7 +31,7 @@ from lockstep.tasks.callbacks import callback_class
 from lockstep.tasks.create import create_task, task_class
 from lockstep.tasks.evaluate import data_named
 from lockstep.tasks.measure import loss_and_values
-from lockstep.tasks.parameters import freeze, parameter_groups
+from lockstep.tasks.parameters import OTHERS, freeze, matrices_and_others, parameter_groups
 from lockstep.tasks.predict import require_predict
 from lockstep.tasks.schedules import AUTO
 from lockstep.tasks.task import Task, defines
@@ -51,8 +51,9 @@ def check_made(config: RunConfig) -> None:
         _check_after(task, config, config.after)
         return
     groups = config.optimizer.groups if config.optimizer is not None else None
+    others = config.optimizer.others if config.optimizer is not None else None
     asked = [each for each in _metrics_asked_for(config) if not _may_be_there(task, each[1])]
-    if not (config.train.freeze or groups or asked):
+    if not (config.train.freeze or groups or others or asked):
         return
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
@@ -64,6 +65,8 @@ def check_made(config: RunConfig) -> None:
         freeze(models, config.train.freeze)
     if groups:
         parameter_groups(models, groups)
+    if others is not None:
+        matrices_and_others(models, others.match)
     if asked:
         names = _unless_it_fails(lambda: _metric_names(task, made, config, fake))
         if names is not None:
@@ -184,15 +187,30 @@ def _check_task(component: Component) -> None:
 
 
 def _check_optimizer(component: OptimizerSettings) -> None:
-    cls = _imported(component, "optimizer", _by_path("optimizer"))
-    if inspect.isclass(cls) and not issubclass(cls, Optimizer):
-        raise ConfigError(f"optimizer: {component.type} is not an optimizer of torch's kind (torch.optim.Optimizer)")
-    check_arguments(cls, component.arguments, "optimizer", [])
-    try_on(cls, component.arguments, "optimizer", [Parameter(torch.zeros(1))])
+    cls = _optimizer_class(component, "optimizer")
+    others = component.others
+    if others is not None:
+        if component.groups:
+            raise ConfigError(f"optimizer.groups: {OTHERS} divides the parameters already: remove one of them")
+        _optimizer_class(others, OTHERS)
+    elif cls is Muon:
+        raise ConfigError(
+            f"optimizer: Muon is for matrices: set {OTHERS} for the rest, such as {OTHERS}: {{type: AdamW, lr: 3e-4}}"
+        )
     for number, group in enumerate(component.groups or ()):
         path = f"optimizer.groups[{number}]"
         check_arguments(cls, group.arguments, path, [])
-        try_on(cls, {**component.arguments, **group.arguments}, path, [Parameter(torch.zeros(1))])
+        try_on(cls, {**component.arguments, **group.arguments}, path, [Parameter(torch.zeros(1, 1))])
+
+
+def _optimizer_class(component: Component, path: str) -> Any:
+    """Returns the class of an optimizer, tried with its arguments."""
+    cls = _imported(component, path, _by_path(path))
+    if inspect.isclass(cls) and not issubclass(cls, Optimizer):
+        raise ConfigError(f"{path}: {component.type} is not an optimizer of torch's kind (torch.optim.Optimizer)")
+    check_arguments(cls, component.arguments, path, [])
+    try_on(cls, component.arguments, path, [Parameter(torch.zeros(1, 1))])
+    return cls
 
 
 def _check_scheduler(component: Component) -> None:

@@ -15,9 +15,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from lockstep.config.training import ParameterGroup
 from lockstep.engine.models import MATCH
 from lockstep.errors import ConfigError
+from lockstep.shown import brief
+from lockstep.strategy.blocks import find_blocks
 from lockstep.strategy.parameters import named_parameters, prefixed
 
 logger = logging.getLogger(__name__)
+
+OTHERS = "optimizer.others"
 
 
 def parameter_groups(
@@ -45,6 +49,47 @@ def parameter_groups(
         ]
     _log(found)
     return found
+
+
+def matrices_and_others(
+    models: Mapping[str, nn.Module], match: Sequence[str] | None
+) -> dict[str, tuple[list[nn.Parameter], list[nn.Parameter]]]:
+    """Returns for every model the matrices for an optimizer such as Muon, and what is trained by the other one.
+
+    The other one gets what is no matrix, and what its patterns match. Without patterns, it gets embeddings and, in a
+    model with repeated blocks, all that is outside of them (the head); else the weights of the last linear layer.
+    """
+    named = parameters_of(models)
+    chosen = {id(named[name]) for pattern in match or () for name in matching(f"{OTHERS}.match", pattern, named)}
+    found = {}
+    for model_name, model in models.items():
+        left = chosen if match is not None else _not_hidden(model)
+        trained = [each for each in model.parameters() if each.requires_grad]
+        matrices = [each for each in trained if each.dim() == 2 and id(each) not in left]
+        if trained and not matrices:
+            of = f" of {model_name}" if len(models) > 1 else ""
+            raise ConfigError(
+                f"{OTHERS}: all parameters{of} would be for this optimizer, and none for the first: name those that it "
+                f"gets by {OTHERS}.match, such as [embed.*, head.*] (what is no matrix is added), or use one optimizer"
+            )
+        mine = set(map(id, matrices))
+        found[model_name] = matrices, [each for each in trained if id(each) not in mine]
+        names = {id(each): name for name, each in named.items()}
+        logger.info("optimizer: %d matrices; others: %s", len(matrices),
+                    brief(", ".join(names[id(each)] for each in found[model_name][1]) or "none", 300))  # fmt: skip
+    return found
+
+
+def _not_hidden(model: nn.Module) -> set[int]:
+    """Returns the parameters that are no hidden layer's, by identity."""
+    embeddings = [each for each in model.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
+    found = {id(each.weight) for each in embeddings}
+    blocks = find_blocks(model, None)
+    if blocks:
+        inside = {id(each) for block in blocks.values() for each in block.parameters()}
+        return found | {id(each) for each in model.parameters() if id(each) not in inside}
+    linear = [each for each in model.modules() if isinstance(each, nn.Linear)]
+    return found | {id(each.weight) for each in linear[-1:]}
 
 
 def text(group: ParameterGroup) -> str:

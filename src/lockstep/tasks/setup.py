@@ -13,14 +13,16 @@ from torch.utils.data import Dataset
 
 from lockstep.config.objects import construct, import_object
 from lockstep.config.schema import Component, InitFrom, RunConfig
-from lockstep.config.training import EVERY_STEP, Ordering
+from lockstep.config.training import EVERY_STEP, Ordering, OtherOptimizer
+from lockstep.config.training import Optimizer as OptimizerSettings
 from lockstep.config.training import Schedule as NamedSettings
 from lockstep.data.order import Order, make_order
 from lockstep.data.stream_reader import is_stream
-from lockstep.engine.models import DEFAULT
+from lockstep.engine.models import DEFAULT, MATCH
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
-from lockstep.tasks.parameters import freeze, parameter_groups
+from lockstep.strategy.combined import CombinedOptimizer
+from lockstep.tasks.parameters import OTHERS, freeze, matrices_and_others, parameter_groups
 from lockstep.tasks.schedules import NamedSchedule, RunLength, Schedule, as_schedule
 from lockstep.tasks.task import Task, defines
 
@@ -75,11 +77,26 @@ def _optimizers(task: Task, made: Any, models: Mapping[str, nn.Module], config: 
         own = task.optimizer(made)
         return own if own is not None else {name: torch.optim.AdamW(models[name].parameters()) for name in trained}
     given: Mapping[str, list[Any]]
+    if config.optimizer.others is not None:
+        return _combined(models, trained, config.optimizer, config.optimizer.others)
     if config.optimizer.groups:
         given = parameter_groups(models, config.optimizer.groups)
     else:
         given = {name: [p for p in each.parameters() if p.requires_grad] for name, each in models.items()}
     return {name: _made(config.optimizer, "optimizer", Optimizer, given[name]) for name in trained}
+
+
+def _combined(
+    models: Mapping[str, nn.Module], trained: list[str], first: OptimizerSettings, second: OtherOptimizer
+) -> dict[str, Optimizer]:
+    given = matrices_and_others({name: models[name] for name in trained}, second.match)
+    made: dict[str, Optimizer] = {}
+    for name, (matrices, others) in given.items():
+        made[name] = _made(first, "optimizer", Optimizer, matrices)
+        if others:
+            group = [{"params": others, MATCH: OTHERS}]
+            made[name] = CombinedOptimizer(made[name], _made(second, OTHERS, Optimizer, group))
+    return made
 
 
 def _schedules(
