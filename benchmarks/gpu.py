@@ -119,23 +119,6 @@ CASES = [
     ),
 ]
 
-MUON = {"type": "Muon", "lr": 0.02, "others": {"type": "AdamW", "lr": 1e-3, "betas": [0.9, 0.95]}}
-ACCUMULATED = {"batch_size": 128, "accumulate": 8}  # steps as large as those of many GPUs
-CASES += [
-    Case("muon", "Lockstep, `compile: true`, Muon", "large", "lockstep", group="muon", settings={"optimizer": MUON}),
-    Case(
-        "accumulated", "Lockstep, 8 micro-batches", "large", "lockstep", group="muon", settings={"train": ACCUMULATED}
-    ),
-    Case(
-        "muon-accumulated",
-        "Lockstep, 8 micro-batches, Muon",
-        "large",
-        "lockstep",
-        group="muon",
-        settings={"optimizer": MUON, "train": ACCUMULATED},
-    ),
-]
-
 MODULES = {"lightning": "pytorch_lightning", "fabric": "lightning_fabric"}  # where the name is not the module's
 
 NOTES = """\
@@ -380,7 +363,6 @@ def command_of(case: Case, tiny: bool, folder: Path) -> list[str]:
     }  # fmt: skip
     settings = dict(case.settings)
     task |= settings.pop("task", {})
-    training |= settings.pop("train", {})
     return lockstep_command(case.name, tiny, folder, task, training, **settings)
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lockstep import Mean, Run
+from lockstep import CombinedOptimizer, Mean, Run
 
 
 class Net(nn.Module):
@@ -53,7 +53,7 @@ def settings_of(seed: int) -> dict[str, Any]:
         "batch_size": 32 if norm else choose.choice([32, 24, 19, 5]),
         "drop_last": norm,
         "two": choose.random() < 0.3,
-        "optimizer": choose.choice(["AdamW", "SGD"]),
+        "optimizer": choose.choice(["AdamW", "SGD", "Muon"]),
         "zero_grad": choose.choice(["never", "before", "after"]),
         "late": choose.choice(
             [None, None, "a second loss", "cleared", "the model cleared", "no loss", "a hook", "channels last"]
@@ -65,6 +65,13 @@ def settings_of(seed: int) -> dict[str, Any]:
 def clamp(parameter: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.clamp_(-0.01, 0.01)
+
+
+def optimizer_of(net: nn.Module, kind: str) -> torch.optim.Optimizer:
+    if kind != "Muon":
+        return getattr(torch.optim, kind)(net.parameters(), lr=0.01)  # type: ignore[no-any-return]
+    matrices, others = ([each for each in net.parameters() if (each.dim() == 2) is wanted] for wanted in (True, False))
+    return CombinedOptimizer(torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01))
 
 
 def outputs_of(models: dict[str, Any], inputs: Tensor) -> Any:
@@ -84,7 +91,7 @@ def train(run: Run, seed: int, until: int = 9, noise: bool = True) -> tuple[str,
         if how["late"] == "channels last":
             for layer in (net.first, net.rare):  # weights in another layout
                 layer.weight.data = layer.weight.data.t().contiguous().t()
-        made = getattr(torch.optim, how["optimizer"])(net.parameters(), lr=0.01)
+        made = optimizer_of(net, how["optimizer"])
         models[name], optimizers[name] = run.setup(net, made, name=name, clip_norm=how["clip_norm"], ema=how["ema"])
         if how["late"] == "a hook":
             for parameter in net.parameters():

@@ -52,6 +52,14 @@ def server() -> None:
             {"optimizer": {"type": "AdamW", "groups": [{"match": ["nope"], "lr": 1e-3}]}},
             r"optimizer.groups\[0\].match: nope",
         ),
+        ({"optimizer": {"type": "Muon"}}, "optimizer: Muon is for matrices: set optimizer.others"),
+        ({"optimizer": {"type": "Muon", "others": {"type": "AdamW", "lrr": 1}}}, "optimizer.others.lrr: AdamW has no"),
+        ({"optimizer": {"type": "Muon", "others": {"match": "9.*"}}}, r"optimizer.others.match: 9.\*: no parameter"),
+        ({"optimizer": {"type": "Muon", "others": {"match": "*"}}}, "none for the first: name those that it gets"),
+        (
+            {"optimizer": {"type": "Muon", "others": {}, "groups": [{"match": "*.bias", "lr": 1}]}},
+            "optimizer.groups: optimizer.others divides the parameters already",
+        ),
         ({"checkpoint": {"keep": {"metric": "val/acuracy"}}}, "no metric 'val/acuracy': did you mean val/accuracy"),
         ({"early_stop": {"criteria": [{"metric": "train/loss"}]}}, "did you mean train/epoch_loss"),
         (
