@@ -51,9 +51,9 @@ def whole(tensor: Any) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def clipped(run: Run, accumulate: int, precision: str = "float32") -> tuple[list[float], list[float]]:
+def clipped(run: Run, accumulate: int) -> tuple[list[float], list[float]]:
     plain, norms = network(), []
-    model, optimizer = run.setup(plain, torch.optim.AdamW(plain.parameters(), lr=0.05), precision=precision)
+    model, optimizer = run.setup(plain, torch.optim.AdamW(plain.parameters(), lr=0.05))
     for batch in run.batches(data(), BATCH, shuffle=False, accumulate=accumulate):
         run.backward(loss_of(model, batch))
         found = run.gradients()
