@@ -28,6 +28,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp-1": (1, {"type": "fsdp"}),
     "fsdp-3": (3, {"type": "fsdp", "blocks": "layers.*"}),
     "fsdp-4": (4, {"type": "fsdp"}),
+    "fsdp-kept-2": (2, {"type": "fsdp", "reshard_after_forward": False}),
     "hsdp-2x2": (4, {"type": "hsdp", "mesh": {"data": 2, "replica": 2}}),
     "tensor-2": (2, {"type": "tensor", "mesh": {"model": 2}, "shard": COLUMNS_AND_ROWS}),
     "tensor-2-split": (2, {"type": "tensor", "mesh": {"model": 2}, "shard": STAYING_SPLIT}),
@@ -76,6 +77,9 @@ def test_bf16_is_computed_as_under_ddp(tmp_path: Path) -> None:
     rounded = launch(body, processes=2, out=tmp_path / "gather", strategy=strategy)
     assert rounded[0]["loss"] == pytest.approx(by_ddp[0]["loss"], rel=1e-2)
     assert rounded[0]["weights"] != split[0]["weights"]
+    reduced = launch(body, processes=2, out=tmp_path / "reduced", strategy={"type": "fsdp", "reduce_dtype": "bf16"})
+    assert reduced[0]["loss"] == pytest.approx(by_ddp[0]["loss"], rel=1e-2)
+    assert reduced[0]["weights"] not in (split[0]["weights"], rounded[0]["weights"])
 
 
 def test_methods_frozen_models_and_steps_that_are_skipped(tmp_path: Path) -> None:

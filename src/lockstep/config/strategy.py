@@ -105,14 +105,26 @@ class Strategy(Section):
     param_dtype: Literal["float32", "bf16"] = Field(
         "float32", description="the dtype in which a block's parameters are gathered; bf16 halves traffic and memory"
     )
+    reduce_dtype: Literal["float32", "bf16"] = Field(
+        "float32", description="fsdp: the dtype in which gradients are added over ranks; bf16 halves the traffic"
+    )
+    reshard_after_forward: bool = Field(
+        True, description="fsdp: free a block's parameters after its forward pass; false: gather them once per step"
+    )
 
     @model_validator(mode="after")
     def _some_are_for_meshes(self) -> Strategy:
         given = [name for name in ("mesh", "meshes", "shard", "offload") if getattr(self, name)]
-        given += ["param_dtype"] if self.param_dtype != "float32" else []
+        given += self.given_for_blocks
         if given and not self.has_mesh:
             raise ValueError(f"{given[0]} is for strategy: fsdp, hsdp or tensor, but the strategy is {self.type}")
         return self
+
+    @property
+    def given_for_blocks(self) -> list[str]:
+        """The options for how blocks are gathered and reduced that have another value than the default."""
+        names = ("param_dtype", "reduce_dtype", "reshard_after_forward")
+        return [name for name in names if getattr(self, name) != Strategy.model_fields[name].default]
 
     @property
     def has_mesh(self) -> bool:

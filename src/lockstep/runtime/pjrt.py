@@ -79,10 +79,10 @@ def check(settings: RunSettings, env: Mapping[str, str], processes: int) -> None
             "strategy.offload: XLA keeps parameters on its devices, and cannot keep them on the host: take it away, or "
             "use more devices (strategy: fsdp splits parameters and optimizer state over them)"
         )
-    if settings.strategy.param_dtype != "float32":
+    for name in settings.strategy.given_for_blocks:
         raise ConfigError(
-            f"strategy.param_dtype: {settings.strategy.param_dtype}: XLA's compiler decides itself in what it sends "
-            "parameters: take it away (train.precision: bf16 computes in bf16)"
+            f"strategy.{name}: {getattr(settings.strategy, name)}: XLA's compiler decides when and in what dtype "
+            "parameters and gradients travel: remove it (train.precision: bf16 computes in bf16)"
         )
     if strategy == "threads" and processes > 1:
         raise ConfigError(

@@ -23,9 +23,8 @@ def name_of(function: Parallelize) -> str:
 
 def refuse_settings(settings: StrategySettings, rules: Mapping[str, ShardRule]) -> None:
     """Refuses settings that say how Lockstep splits a model."""
-    casts = settings.param_dtype != "float32"
-    given = {"shard": settings.shard or rules, "offload": settings.offload, "param_dtype": casts}
-    for name in (name for name, value in given.items() if value):
+    given = ["shard"] * bool(settings.shard or rules) + ["offload"] * settings.offload + settings.given_for_blocks
+    for name in given:
         raise ConfigError(
             f"strategy.{name} is about how Lockstep splits a model, but this one is split by a parallelize: do it "
             "there (fully_shard has offload_policy and mp_policy), and remove the setting"

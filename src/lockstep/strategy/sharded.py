@@ -148,7 +148,7 @@ class ShardedStrategy(Strategy):
             units, split = self._place_by_rules(model, owned, filling)
             logger.info("mesh %s; %d blocks, %d of %d parameters split by rules", text, units - 1, split, len(owned))
         self._replaced += [(each.before, each.now) for each in owned.values()]
-        model.register_forward_hook(_taken_apart)
+        model.register_forward_hook(_reshard_without_backward)
         let_methods_compute(model)
         assert isinstance(model, FSDPModule)
         self._models.append(model)
@@ -208,10 +208,18 @@ class ShardedStrategy(Strategy):
         how: dict[str, Any] = {"ignored_params": scalars}  # there is nothing to split: every rank has them
         if self._settings.offload and self.runtime.device.type != "cpu":
             how["offload_policy"] = CPUOffloadPolicy()
-        if self._settings.param_dtype == "bf16":
+        gathered, reduced = (
+            torch.bfloat16 if dtype == "bf16" else None
+            for dtype in (self._settings.param_dtype, self._settings.reduce_dtype)
+        )
+        if gathered or reduced:
             # What flows between blocks stays what autocast makes it, as without a mesh.
-            how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+            how["mp_policy"] = MixedPrecisionPolicy(gathered, reduced or torch.float32, cast_forward_inputs=False)
+        if not self._settings.reshard_after_forward:
+            how["reshard_after_forward"] = False
         fully_shard(unit, mesh=self._over, **how)
+        if not self._settings.reshard_after_forward:
+            unit.register_forward_hook(_reshard_without_backward)
 
     def place_optimizer(self, optimizer: Optimizer) -> None:
         """Gives the optimizer the split parameters, and splits the state that it had for them."""
@@ -383,8 +391,8 @@ def _first(error: Exception) -> str:
     return str(error).strip().splitlines()[0][:200]
 
 
-def _taken_apart(module: nn.Module, inputs: Any, output: Any) -> None:
-    """Torch keeps what is outside of all blocks gathered until a backward pass; where none comes, it is freed now."""
+def _reshard_without_backward(module: nn.Module, inputs: Any, output: Any) -> None:
+    """Frees what torch keeps gathered until a backward pass, where none comes."""
     if not torch.is_grad_enabled() and isinstance(module, FSDPModule):
         module.reshard()
 

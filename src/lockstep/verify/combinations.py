@@ -48,6 +48,8 @@ _UNSHARDED = (
     "strategy.shard={}",
     "strategy.offload=false",
     "strategy.param_dtype=float32",
+    "strategy.reduce_dtype=float32",
+    "strategy.reshard_after_forward=true",
 )
 _ANY_DEVICES = ("devices=auto", "xla.chips=null")
 _PLAIN = (*_HERE, *_ANY_DEVICES, *_UNSHARDED)
