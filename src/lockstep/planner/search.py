@@ -21,13 +21,8 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.planner.devices import Target
 from lockstep.planner.plan import GIB, Plan, Step
 
-_KEPT = (
-    "blocks",
-    "param_dtype",
-    "reduce_dtype",
-    "reshard_after_forward",
-    "offload",
-)  # of the config's own strategy, where another mesh spreads the model
+# Of the config's own strategy, where another mesh spreads the model.
+_KEPT = ("blocks", "param_dtype", "reduce_dtype", "reshard_after_forward", "offload")
 _STAYS = ("weights", "optimizer", "averages", "gradients")  # whatever the batch
 _MOST = 40  # traces
 _MOST_AXES = 2  # that are not the batch's, at once
