@@ -39,6 +39,7 @@ class CombinedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps all of them, in order."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -48,6 +49,7 @@ class CombinedOptimizer(Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: add groups to an optimizer before it is combined."""
         if self._is_made:
             raise NotImplementedError("add the group to one of the optimizers, before they are combined")
         super().add_param_group(param_group)
