@@ -133,6 +133,29 @@ class Clipping(lockstep.Callback):
         (run.folder / f"callback-{run.rank}").write_text(repr((weights, self.called)))
 
 
+class Anomaly(lockstep.Callback):
+    def before_batch(self, run: Run, batch: Any) -> None:
+        torch.autograd.set_detect_anomaly(run.progress.step == 2)
+
+
+class Rooted(lockstep.Task):
+    """In its third step a gradient is not finite, though the loss is."""
+
+    def model(self) -> nn.Module:
+        return network()
+
+    def train_data(self) -> TensorDataset:
+        return data()
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        outputs = model(batch[0]).square().mean()
+        return outputs + (outputs * 0).sqrt() if self.calls == 3 else outputs  # the root of zero has no slope
+
+    def callbacks(self) -> list[Any]:
+        return [Anomaly()]
+
+
 class Small(lockstep.Task):
     def __init__(self, noise: float = 0.0, fails_at: int = -1) -> None:
         self._callback, self._fails_at, self._calls = Clipping(noise), fails_at, 0

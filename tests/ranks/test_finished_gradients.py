@@ -83,3 +83,13 @@ def test_a_callback_learns_of_an_exception(tmp_path: Path) -> None:
         lockstep.train(task=task, processes=2, runtime="cpu", out=tmp_path, train={"batch_size": 12, "epochs": 1})
     (file,) = tmp_path.glob("*/failed-1")
     assert file.read_text() == "no good at step 2"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_anomalies_are_looked_for_in_one_step(tmp_path: Path, strategy: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(WorkerFailed, match=r"Function 'SqrtBackward0' returned nan values"):
+        lockstep.train(
+            task={"type": f"{gradient_bodies.__file__}:Rooted"}, processes=2, runtime="cpu", out=tmp_path,
+            strategy=strategy, train={"batch_size": 12, "epochs": 1},
+        )  # fmt: skip
+    assert "(outputs * 0).sqrt()" in capfd.readouterr().err, "the line of the forward pass is named"
