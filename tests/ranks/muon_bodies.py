@@ -23,7 +23,7 @@ def optimizer_of(model: torch.nn.Module) -> lockstep.CombinedOptimizer:
     return lockstep.CombinedOptimizer(muon, torch.optim.AdamW(others, lr=1e-2))
 
 
-def trained(run: lockstep.Run, epochs: int = 2) -> dict[str, Any]:
+def trained(run: lockstep.Run, epochs: int = 2, optimizer_of: Any = optimizer_of) -> dict[str, Any]:
     """Two epochs with short batches, in parts, by tokens, clipped; saved after each, and restored if it can be.
 
     In float64: where bfloat16 begins, gradients that differ in their last bits are the same.
@@ -77,3 +77,39 @@ def measured(run: lockstep.Run) -> dict[str, Any]:
         run.backward(total, count=count)
         run.step(optimizer)
     return {"made": made}
+
+
+class Whitened(torch.optim.Optimizer):
+    """Stands for SOAP and Shampoo: preconditioners of both sides, eigenvectors, and a count of steps in the group."""
+
+    whole_matrices = True
+
+    def __init__(self, parameters: Any, lr: float = 0.02) -> None:
+        super().__init__(parameters, {"lr": lr, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+            for each in group["params"]:
+                if each.grad is None:
+                    continue
+                state = self.state[each]
+                if not state:
+                    state["sides"] = [torch.eye(size, dtype=each.dtype) * 0.1 for size in each.shape]
+                    state["mean"] = torch.zeros_like(each)
+                left, right = state["sides"]
+                left.lerp_(each.grad @ each.grad.T, 0.1)
+                right.lerp_(each.grad.T @ each.grad, 0.1)
+                state["mean"].lerp_(each.grad, 0.5)
+                update = state["mean"]
+                for side, sign in ((left, "left"), (right, "right")):
+                    values, vectors = torch.linalg.eigh(side)
+                    root = vectors @ torch.diag(values.clamp_min(1e-12) ** -0.25) @ vectors.T
+                    update = root @ update if sign == "left" else update @ root
+                each.add_(update, alpha=-group["lr"] / group["steps"] ** 0.5)
+
+
+def whitened_of(model: torch.nn.Module) -> lockstep.CombinedOptimizer:
+    matrices, others = matrices_and_others(model)
+    return lockstep.CombinedOptimizer(Whitened(matrices), torch.optim.AdamW(others, lr=1e-2))

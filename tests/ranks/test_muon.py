@@ -57,3 +57,12 @@ def test_each_matrix_is_computed_once(strategy: str, tmp_path: Path) -> None:
     first, second = launch(muon_bodies.measured, processes=2, folder=tmp_path / "run", strategy=strategy)
     assert sorted(first["made"] + second["made"]) == sorted([(12, 48), (48, 12)] * 3)
     assert len(first["made"]) == len(second["made"]) == 3
+
+
+def test_any_optimizer_may_ask_for_whole_matrices(tmp_path: Path) -> None:
+    """One epoch on three ranks, the other on four of another mesh: state that one rank had is saved for all."""
+    train = partial(muon_bodies.trained, optimizer_of=muon_bodies.whitened_of)
+    (expected,) = launch(train, processes=1, folder=tmp_path / "alone")
+    launch(partial(train, epochs=1), processes=3, folder=tmp_path / "run", strategy="fsdp")
+    for found in launch(train, processes=4, folder=tmp_path / "run", strategy=MESHES["fsdp-tensor-2x2"][1]):
+        assert found["step"] == expected["step"] and close(found["weights"], expected["weights"])

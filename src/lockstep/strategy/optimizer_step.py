@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from lockstep.strategy import muon
+from lockstep.strategy import muon, whole_matrices
 from lockstep.strategy.combined import CombinedOptimizer, parts_of
 from lockstep.strategy.slices import from_part, is_spread, local_part
 
@@ -91,7 +91,10 @@ def dividing(optimizer: Optimizer, divisor: Tensor | None) -> Iterator[None]:
 
 def meets(optimizer: Optimizer) -> bool:
     """Whether ranks wait for each other in its step."""
-    return any(type(each) is optim.Muon for each in parts_of(optimizer))
+    return any(
+        type(each) is optim.Muon or (whole_matrices.needs_whole(each) and _is_split(each))
+        for each in parts_of(optimizer)
+    )
 
 
 def _has_sparse_gradients(model: nn.Module) -> bool:
@@ -106,6 +109,8 @@ def step_parts(optimizer: Optimizer) -> None:
     for part in parts_of(optimizer):
         if type(part) is optim.Muon:
             muon.step(part)
+        elif whole_matrices.needs_whole(part) and _is_split(part):
+            whole_matrices.step(part)
         elif type(part) in BY_NUMBER and not _is_watched(part) and _is_split(part):
             with _on_parts(part):
                 part.step()

@@ -29,7 +29,7 @@ from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
-from lockstep.strategy import collectives, optimizer_step, parallelized, placing, tensor_parallel
+from lockstep.strategy import collectives, optimizer_step, parallelized, placing, tensor_parallel, whole_matrices
 from lockstep.strategy import mesh as meshing
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.blocks import find_blocks, without_views
@@ -258,7 +258,8 @@ class ShardedStrategy(Strategy):
     def _does_not_fit(self, optimizer: Optimizer, why: str) -> ConfigError:
         return ConfigError(
             f"optimizer: {type(optimizer).__name__} cannot step parameters that strategy: {self.name} splits: {why}. "
-            f"Use one that works on each number by itself ({_FITTING}), or strategy: ddp"
+            f"Use one that works on each number by itself ({_FITTING}), give its class whole_matrices = True, or use "
+            "strategy: ddp"
         )
 
     # Gradients
@@ -359,8 +360,11 @@ class ShardedStrategy(Strategy):
     def load_state_dict(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
         load_module(module, state, strict)
 
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        return whole_matrices.whole_state(optimizer, self._group)
+
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        load_optimizer(optimizer, state)
+        load_optimizer(optimizer, state, whole=whole_matrices.shared_parameters(optimizer))
 
     # Comparing
 

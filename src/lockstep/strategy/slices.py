@@ -9,7 +9,7 @@ import abc
 import functools
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -189,13 +189,15 @@ def load_module(module: nn.Module, stored: Mapping[str, Any], strict: bool = Tru
                     part.tensor.copy_(take_part(value, part))
 
 
-def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Loads an optimizer. State as large as its parameter is spread like it; all else is whole."""
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], whole: Collection[int] = ()) -> None:
+    """Loads an optimizer. State as large as its parameter is spread like it; all else is whole, and all state of the
+    parameters with the numbers `whole`."""
     saved_groups: Sequence[Mapping[str, Any]] = state["param_groups"]
     parameters = {
         number: parameter
         for saved, group in zip(saved_groups, optimizer.param_groups, strict=False)  # torch refuses other numbers
         for number, parameter in zip(saved["params"], group["params"], strict=False)
+        if number not in whole
     }
     optimizer.load_state_dict(
         {
