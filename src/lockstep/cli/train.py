@@ -35,10 +35,13 @@ from lockstep.shown import visible
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
 
+_COUNT = click.IntRange(min=1)
+
 
 @click.command(
     epilog=examples(
         "lockstep train config.yaml",
+        "lockstep train config.yaml --fast",
         "lockstep train config.yaml --set train.epochs=3 --set optimizer.lr=1e-3 --out runs",
         "lockstep train config.yaml --set launch=ray --sweep sweep.yaml",
         "lockstep train config.yaml --dry-run",
@@ -48,23 +51,37 @@ if TYPE_CHECKING:
 @SET
 @OUT
 @click.option("--sweep", type=click.Path(path_type=Path), help="Train with the values of a sweep, on Ray.")
+@click.option("--fast", is_flag=True, help="Try all of it in seconds: a step, a validation batch, a save, a resume.")
+@click.option("--overfit", type=_COUNT, help="Train and validate on the first N examples; short for train.overfit=N.")
+@click.option("--limit-train", type=_COUNT, help="Train on the first N examples; short for train.limit=N.")
+@click.option("--limit-val", type=_COUNT, help="Validate on the first N examples; short for validate.limit=N.")
 @click.option("--pod", "pod_name", metavar="NAME", help="On the hosts of a pod: push, start and follow.")
 @PROFILE
 @DRY_RUN
 @leaving_at_once
 def train(
-    config: Path, overrides: tuple[str, ...], out: Path | Url, sweep: Path | None, pod_name: str | None, profile: bool,
-    dry_run: bool,
+    config: Path, overrides: tuple[str, ...], out: Path | Url, sweep: Path | None, fast: bool, overfit: int | None,
+    limit_train: int | None, limit_val: int | None, pod_name: str | None, profile: bool, dry_run: bool,
 ) -> None:  # fmt: skip
     """Train what CONFIG describes."""
     from lockstep.config.load import load
 
+    limits = {"train.overfit": overfit, "train.limit": limit_train, "validate.limit": limit_val}
+    overrides += tuple(f"{path}={count}" for path, count in limits.items() if count is not None)
     loaded = load(config, with_profile(overrides, profile))
     loaded = loaded.model_copy(update={"name": loaded.name or run_name(config.stem)})
     if sweep is not None:
         _sweep(loaded, sweep, out, dry_run)
         return
     launcher, place = launcher_of(loaded, os.environ, pod_name), Out(out, pod=pod_name)
+    if fast:
+        from lockstep.launchers import fast as trying
+
+        trying.check(loaded, place)
+        if not dry_run:
+            with saying_what_is_logged():
+                _end(trying.run(loaded, launcher, place, say))
+        loaded = trying.of_start(loaded, 0)
     if dry_run:
         _dry_run(loaded, launcher, place)
         return
