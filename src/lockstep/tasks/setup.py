@@ -157,9 +157,8 @@ def order_of(task: Task, config: RunConfig, dataset: Dataset[Any]) -> Order | No
             return order
         if order.name not in ("sequential", "shuffled"):
             raise ConfigError(
-                "data.split, train.limit: train_data() returns a DataLoader with its own sampler, which knows nothing of "
-                "parts: "
-                "return its dataset, and set data.order"
+                "data.split, train.limit: train_data() returns a DataLoader with its own sampler, which knows nothing "
+                "of parts: return its dataset, and set data.order"
             )
         asked = Ordering(type=order.name)  # type: ignore[arg-type]
     if asked is None:
