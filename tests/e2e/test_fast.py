@@ -55,9 +55,11 @@ def test_what_these_options_refuse(project: Project, options: list[str], message
 
 def test_a_limit_of_training_data_is_of_examples_on_any_number_of_processes(project: Project) -> None:
     found = []
-    for processes in (1, 2):
-        out = f"on-{processes}"
-        run = project.train("--limit-train", "20", "--limit-val", "7", out=out, processes=processes)
+    for processes, strategy, where in ((1, "auto", "(single)"), (2, "fsdp", "split between ranks (fsdp)")):
+        limits = ("--limit-train", "20", "--limit-val", "7")
+        run = project.train(*limits, out=strategy, processes=processes, strategy=strategy)
+        log = (run / "logs" / "rank-0.log").read_text()
+        assert "model: Sequential, 484 parameters, 484 of them trained, float32, on cpu" in log and where in log
         assert (summary(run)["epoch"], summary(run)["step"]) == (2, 4), "20 examples are 2 batches of 12"
         settings = yaml.safe_load((run / "config.yaml").read_text())
         assert (settings["train"]["limit"], settings["validate"]["limit"]) == (20, 7)

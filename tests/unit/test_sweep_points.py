@@ -10,6 +10,7 @@ from lockstep.config.load import validate
 from lockstep.config.schema import RunConfig
 from lockstep.config.sweep import Sweep, grids_in, load_sweep
 from lockstep.errors import ConfigError
+from lockstep.launchers.sweep import _rooms
 
 
 @pytest.mark.parametrize(
@@ -58,3 +59,25 @@ def test_grids_of_the_command_line_are_added_to_a_file(tmp_path: Path) -> None:
     assert both.metric == "val/loss" and len(both.points()) == 6
     with pytest.raises(ConfigError, match=r"--set seed: space\.seed: .*seed"):
         load_sweep(None, config, {"seed": [1, "x"]})
+
+
+@pytest.mark.parametrize(
+    ("visible", "processes", "at_once", "rooms"),
+    [
+        ("0,1,2,3", 1, None, ["0", "1", "2"]),  # as many as there are trials
+        ("4,5,6,7,8", 2, None, ["4,5", "6,7"]),
+        ("GPU-a,GPU-b", 2, 1, ["GPU-a,GPU-b"]),
+        ("0,1", 1, 3, "3 trials at once with 1 GPUs each need 3, but 2 are visible"),
+    ],
+)
+def test_each_trial_has_its_gpus(
+    monkeypatch: pytest.MonkeyPatch, visible: str, processes: int, at_once: int | None, rooms: list[str] | str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = validate(RunConfig, {"task": "a.b:C", "runtime": "cuda", "processes": processes}, {}, "c")
+    sweep = Sweep.model_validate({"concurrency": at_once, "space": {"seed": [1, 2, 3]}})
+    if isinstance(rooms, str):
+        with pytest.raises(ConfigError, match=rooms):
+            _rooms(config, sweep)
+    else:
+        assert _rooms(config, sweep) == rooms

@@ -203,10 +203,10 @@ def log_summary(models: Mapping[str, nn.Module], strategy: str) -> None:
     for name, model in models.items():
         rows = [("", "type", "parameters", "trained", "dtype", "on")]
         for child, module in list(model.named_children())[:_MOST_CHILDREN]:
-            rows.append((prefixed(models, name, child), type(module).__name__, *_counts(module)))
+            rows.append((prefixed(models, name, child), type(module).__name__.removeprefix("FSDP"), *_counts(module)))
         total, trained, dtypes, places = _counts(model)
         logger.info("model%s: %s, %s parameters, %s of them trained, %s, on %s (%s)", f" {name}" * (len(models) > 1),
-                    type(model).__name__, total, trained, dtypes, places, strategy)  # fmt: skip
+                    type(model).__name__.removeprefix("FSDP"), total, trained, dtypes, places, strategy)  # fmt: skip
         more = len(list(model.children())) - _MOST_CHILDREN
         for line in [*columns(rows), *([f"and {more} more"] if more > 0 else [])] if len(rows) > 1 else ():
             file_only.info("  %s", line)
