@@ -49,3 +49,12 @@ def test_trials_are_the_runs_that_single_commands_train(project: Project) -> Non
     assert finished.code == 0, finished.text
     (folder,) = (project.folder / "runs").iterdir()
     assert summary(folder / "trial-00001")["metrics"] == summary(single)["metrics"]
+    # A metric that is not there ends the sweep after its first trial.
+    (project.folder / "sweep.yaml").write_text(yaml.safe_dump({"metric": "val/acc", "space": {"seed": [1, 2]}}))
+    wrong = project.run(
+        "train", config, "--sweep", "sweep.yaml", "--at-once", "1", "--out", "wrong", "--set", "processes=1"
+    )
+    assert wrong.code == 2 and "trial 1" not in wrong.err, wrong.text
+    assert (
+        "metric: 'val/acc' is not among what the trials measure: train/epoch_loss, val/loss, val/accuracy" in wrong.err
+    )

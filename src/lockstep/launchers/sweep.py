@@ -10,13 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep import run_files
-from lockstep.config.load import to_yaml, with_values
+from lockstep.config.load import with_values
 from lockstep.distributed.signals import Signals, die_with_parent
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, ConfigError
 from lockstep.launchers.base import Say
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
     from lockstep.config.sweep import Sweep
 
-_BASE_FILE, _OUTPUT_FILE = "base.yaml", "output.log"
+_OUTPUT_FILE = "output.log"
 _SECONDS = 0.1
 
 
@@ -43,12 +43,11 @@ def sweep_here(config: RunConfig, sweep: Sweep, out: Path, say: Say) -> int:
         )
     config = launcher.resolved(config, say)
     rooms = _rooms(config, sweep)
+    fixed: dict[str, Any] = {}
     if config.launch.threads is None and "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, available_cores() // (int(config.processes) * len(rooms)))
-        config = with_values(config, {"launch.threads": threads})
-    points = sweep.points()
-    configs = [with_values(config, values) for values in points]  # refuses values that do not go together
-    folder = _unfinished(config, sweep, out) or _new(config, sweep, configs, out)
+        fixed["launch.threads"] = max(1, available_cores() // (int(config.processes) * len(rooms)))
+    configs = [with_values(config, {**values, **fixed}) for values in sweep.points()]  # refuses what does not fit
+    folder = _unfinished(configs, sweep, out, fixed) or _new(configs, sweep, out)
     with folder_lock.locked(folder):
         known = trials.read_trials(folder, sweep.metric)
         waiting = [each for each in known if each.status not in TO_THE_END]
@@ -61,7 +60,10 @@ def sweep_here(config: RunConfig, sweep: Sweep, out: Path, say: Say) -> int:
             say(f"{signals.name}: trials were ended; the same command continues with what is unfinished")
             return PREEMPTED_EXIT_CODE if signals.count == 1 else INTERRUPTED_EXIT_CODE
         ended = trials.read_trials(folder, sweep.metric)
-        _require_metric(ended, sweep, folder)
+        for each in ended:
+            if _lacks_metric(each, folder, sweep):
+                there = ", ".join(_metrics(each, folder))
+                raise ConfigError(f"sweep: metric: {sweep.metric!r} is not among what the trials measure: {there}")
         code = trials.conclude(ended, sweep, folder, say)
         _leave_report(folder, ended, say)
     return code
@@ -90,26 +92,27 @@ def _rooms(config: RunConfig, sweep: Sweep) -> list[str | None]:
     return [None] * min(asked or fitting, len(sweep.points()))
 
 
-def _unfinished(config: RunConfig, sweep: Sweep, out: Path) -> Path | None:
-    """Returns the newest folder of the very same sweep, if there is something left to do in it."""
-    for folder in sorted(out.glob(f"{config.name}-sweep-*"), reverse=True):
+def _unfinished(configs: Sequence[RunConfig], sweep: Sweep, out: Path, but_for: Iterable[str]) -> Path | None:
+    """Returns the newest folder of the very same sweep, if there is something left to do in it.
+
+    Its trials have these configs, but for what follows from how many run at once.
+    """
+
+    def plain(config: RunConfig) -> dict[str, Any]:
+        return with_values(config, dict.fromkeys(but_for)).plain()
+
+    for folder in sorted(out.glob(f"{configs[0].name}-sweep-*"), reverse=True):
         with suppress(OSError, ConfigError):
-            if run_files.read_text(folder / _BASE_FILE) == _base(config) and run_files.read_text(
-                folder / trials.DEFINITION_FILE
-            ) == trials.definition(sweep):
+            if run_files.read_text(folder / trials.DEFINITION_FILE) == trials.definition(sweep):
                 known = trials.read_trials(folder, sweep.metric)
-                return folder if any(each.status not in TO_THE_END for each in known) else None
+                saved = [plain(run_folder.read_config(folder / each.folder)) for each in known]
+                if saved == [plain(each) for each in configs]:
+                    return folder if any(each.status not in TO_THE_END for each in known) else None
     return None
 
 
-def _base(config: RunConfig) -> str:
-    """Returns the config of all trials as text; how many threads a trial has may differ."""
-    return to_yaml(with_values(config, {"launch.threads": None}).plain())
-
-
-def _new(config: RunConfig, sweep: Sweep, configs: Sequence[RunConfig], out: Path) -> Path:
-    folder = run_folder.create(out, f"{config.name}-sweep")
-    run_folder.write_text(folder / _BASE_FILE, _base(config))
+def _new(configs: Sequence[RunConfig], sweep: Sweep, out: Path) -> Path:
+    folder = run_folder.create(out, f"{configs[0].name}-sweep")
     for number, each in enumerate(configs):
         place = folder / trials.trial_folder(number)
         (place / "logs").mkdir(parents=True)
@@ -131,9 +134,10 @@ def _run(waiting: list[Trial], folder: Path, sweep: Sweep, rooms: list[str | Non
             say(f"trial {trial.number}: {values_of(trial)}")
         if signals.count > passed_on:
             passed_on = signals.count
+            number = signal.SIGINT if passed_on > 1 else signal.Signals[signals.name]
             for process, _, _ in running.values():
                 with suppress(ProcessLookupError):
-                    process.send_signal(signal.Signals[signals.name])
+                    process.send_signal(number)
         time.sleep(_SECONDS)
         for process, trial, room in list(running.values()):
             if process.poll() is not None:
@@ -143,6 +147,8 @@ def _run(waiting: list[Trial], folder: Path, sweep: Sweep, rooms: list[str | Non
                 value = f", {sweep.metric} {ended.metric:.4g}" if ended.metric is not None else ""
                 cause = f": {ended.cause}; its output: {folder / trial.folder / _OUTPUT_FILE}" if ended.cause else ""
                 say(f"trial {trial.number}: {ended.status}{value}{cause}")
+                if _lacks_metric(ended, folder, sweep):
+                    waiting.clear()  # nothing could be compared
 
 
 def _start(run: Path, room: str | None) -> subprocess.Popen[bytes]:
@@ -164,11 +170,12 @@ def _ended(trial: Trial, folder: Path, code: int, sweep: Sweep) -> Trial:
     return trials.as_it_is(trial, folder, sweep.metric)
 
 
-def _require_metric(ended: Sequence[Trial], sweep: Sweep, folder: Path) -> None:
-    done = next((each for each in ended if each.status in TO_THE_END), None)
-    if done is not None and all(each.metric is None for each in ended):
-        there = ", ".join(run_folder.read_summary(folder / done.folder).get("metrics", ()))
-        raise ConfigError(f"sweep: metric: {sweep.metric!r} is not among what the trials measure: {there}")
+def _lacks_metric(trial: Trial, folder: Path, sweep: Sweep) -> bool:
+    return trial.status in TO_THE_END and sweep.metric not in _metrics(trial, folder)
+
+
+def _metrics(trial: Trial, folder: Path) -> dict[str, Any]:
+    return run_folder.read_summary(folder / trial.folder).get("metrics") or {}
 
 
 def _leave_report(folder: Path, ended: Sequence[Trial], say: Say) -> None:
