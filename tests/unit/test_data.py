@@ -17,12 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
+from lockstep.config.load import validate
+from lockstep.config.schema import RunConfig
+from lockstep.config.training import Ordering
 from lockstep.data.batches import GlobalBatches, MicroBatch
 from lockstep.data.loader import Loader, batch_fetcher, check_dataset
-from lockstep.data.order import CustomOrder, Sequential, Shuffled
-from lockstep.data.permutation import Indices, Split, split_dataset
+from lockstep.data.order import CustomOrder, Sequential, Shuffled, make_order
+from lockstep.data.permutation import First, Indices, Split, split_dataset
 from lockstep.data.workers import Loading
 from lockstep.errors import ConfigError
+from lockstep.tasks.trainer import limited
 
 # Each plan is quick to draw, but a busy machine is no reason to fail.
 quick = settings(deadline=None, max_examples=60)
@@ -536,3 +540,45 @@ def test_filled_parts_have_one_shape_and_the_mean_of_those_that_are_not(
     assert lengths == {batch_size // (ranks * accumulate)}
     assert counts[True] == counts[False]
     assert sums[True] == pytest.approx(sums[False], rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("make", [lambda data: data, list, lambda data: Subset(data, range(40))])
+def test_the_first_examples_are_those_of_the_dataset_or_of_its_part(make: Callable[[Any], Any]) -> None:
+    data = make(TensorDataset(torch.arange(40.0)))
+    first = First(data, 7)
+    assert len(first) == 7 and [float(first[place][0]) for place in range(7)] == list(range(7))
+    assert batch_fetcher(first)(np.array([6, 0]))[0].tolist() == [6.0, 0.0]
+    with pytest.raises(IndexError):
+        first[7]
+    part = split_dataset(data, {"train": 0.5, "val": 0.5}, seed=1)["val"]
+    of_part = First(part, 5)
+    assert [of_part[place] for place in range(5)] == [part[place] for place in range(5)]
+    assert len(First(part, 1000)) == len(part) == 20
+    # Weights are those of the examples that are left.
+    weights = np.zeros(40)
+    weights[part.whole(np.array([3]))] = 1.0  # type: ignore[attr-defined]
+    order = make_order(Ordering(type="weighted"), of_part, 5, 0, {"weights": weights})
+    assert order.at(0, np.arange(5)).tolist() == [3] * 5
+
+
+def test_limits_of_sets_and_what_a_stream_is_answered() -> None:
+    def config(train: dict[str, int], val: int | None = None) -> RunConfig:
+        return validate(RunConfig, {"task": "a.b:C", "train": train, "validate": {"limit": val}}, {}, "c")
+
+    sets: dict[str, Dataset[Any]] = {
+        name: TensorDataset(torch.arange(9.0)) for name in ("train", "val/a", "val/b", "test")
+    }
+    assert limited(sets, config({})) == sets
+    found = limited(sets, config({"limit": 5}, 4))
+    assert {name: len(each) for name, each in found.items()} == {"train": 5, "val/a": 4, "val/b": 4, "test": 4}  # type: ignore[arg-type]
+    found = limited(sets, config({"overfit": 6}, 4))
+    assert found["train"] is found["val/a"] is found["val/b"] and "val" not in found
+    assert {name: len(each) for name, each in found.items()} == {"train": 6, "val/a": 6, "val/b": 6, "test": 4}  # type: ignore[arg-type]
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            yield from range(9)
+
+    for train, val, setting in (({"overfit": 3}, None, "train.overfit: 3"), ({}, 2, "validate.limit: 2")):
+        with pytest.raises(ConfigError, match=rf"{setting}: the (train|val) data is a stream \(Stream\)"):
+            limited({"train": Stream(), "val": Stream()}, config(train, val))

@@ -84,18 +84,24 @@ def _require(folder: Path) -> None:
     help="The file to write; else report.html in the folder of the run, or of several in the current folder.",
 )  # fmt: skip
 def report(run_dirs: tuple[Path | Url, ...], out: Path | None) -> None:
-    """Write a page of one run, or of several to compare, that opens in any browser and needs no network."""
+    """Write a page of one run, or of several to compare, that opens in any browser and needs no network.
+
+    The folder of a sweep stands for all its trials.
+    """
+    from lockstep.record.trials import DEFINITION_FILE
+    from lockstep.runs.reader import run_folders
     from lockstep.runs.report import REPORT_FILE, write_report
 
-    folders = []
+    folders: list[Path] = []
     for each in run_dirs:
         if isinstance(each, Url):
             raise ConfigError(
                 f"RUN {each}: runs are looked at on a disk: copy the run's folder here first, with the tools of that "
                 "storage; its own report.html is there, too"
             )
-        folders.append(each)
-    file = out or (folders[0] / REPORT_FILE if len(folders) == 1 else Path(REPORT_FILE))
+        folders += run_folders(each) if (each / DEFINITION_FILE).is_file() else [each]
+    beside = run_dirs[0] if len(run_dirs) == 1 else Path()
+    file = out or Path(str(beside)) / REPORT_FILE
     write_report(folders, file)
     named = folders[0].resolve().name if len(folders) == 1 else f"{len(folders)} runs"
     say(f"{file}: {named}, {file.stat().st_size / 1000:,.0f} kB")

@@ -35,10 +35,13 @@ from lockstep.shown import visible
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
 
+_COUNT = click.IntRange(min=1)
+
 
 @click.command(
     epilog=examples(
         "lockstep train config.yaml",
+        "lockstep train config.yaml --fast",
         "lockstep train config.yaml --set train.epochs=3 --set optimizer.lr=1e-3 --out runs",
         "lockstep train config.yaml --set launch=ray --sweep sweep.yaml",
         "lockstep train config.yaml --dry-run",
@@ -47,24 +50,48 @@ if TYPE_CHECKING:
 @click.argument("config", type=click.Path(path_type=Path))
 @SET
 @OUT
-@click.option("--sweep", type=click.Path(path_type=Path), help="Train with the values of a sweep, on Ray.")
+@click.option("--sweep", type=click.Path(path_type=Path), help="Train with the values of a sweep, here or on Ray.")
+@click.option(
+    "--at-once", type=_COUNT, help="How many trials of a sweep run at once; else as many as there is room for."
+)
+@click.option("--fast", is_flag=True, help="Try all of it in seconds: a step, a validation batch, a save, a resume.")
+@click.option("--overfit", type=_COUNT, help="Train and validate on the first N examples; short for train.overfit=N.")
+@click.option("--limit-train", type=_COUNT, help="Train on the first N examples; short for train.limit=N.")
+@click.option("--limit-val", type=_COUNT, help="Validate on the first N examples; short for validate.limit=N.")
 @click.option("--pod", "pod_name", metavar="NAME", help="On the hosts of a pod: push, start and follow.")
 @PROFILE
 @DRY_RUN
 @leaving_at_once
 def train(
-    config: Path, overrides: tuple[str, ...], out: Path | Url, sweep: Path | None, pod_name: str | None, profile: bool,
+    config: Path, overrides: tuple[str, ...], out: Path | Url, sweep: Path | None, at_once: int | None, fast: bool,
+    overfit: int | None, limit_train: int | None, limit_val: int | None, pod_name: str | None, profile: bool,
     dry_run: bool,
 ) -> None:  # fmt: skip
     """Train what CONFIG describes."""
     from lockstep.config.load import load
+    from lockstep.config.sweep import grids_in
 
+    overrides, grids = grids_in(overrides)
+    limits = {"train.overfit": overfit, "train.limit": limit_train, "validate.limit": limit_val}
+    overrides += tuple(f"{path}={count}" for path, count in limits.items() if count is not None)
     loaded = load(config, with_profile(overrides, profile))
     loaded = loaded.model_copy(update={"name": loaded.name or run_name(config.stem)})
-    if sweep is not None:
-        _sweep(loaded, sweep, out, dry_run)
+    if sweep is not None or grids:
+        if fast or pod_name is not None:
+            raise ConfigError(f"{'--fast' if fast else '--pod'}: a sweep has many runs: leave one of the two out")
+        _sweep(loaded, sweep, grids, at_once, out, dry_run)
         return
+    if at_once is not None:
+        raise ConfigError(f"--at-once {at_once}: is for a sweep: --sweep FILE, or --set KEY.PATH=VALUE,VALUE")
     launcher, place = launcher_of(loaded, os.environ, pod_name), Out(out, pod=pod_name)
+    if fast:
+        from lockstep.launchers import fast as trying
+
+        trying.check(loaded, place)
+        if not dry_run:
+            with saying_what_is_logged():
+                _end(trying.run(loaded, launcher, place, say))
+        loaded = trying.of_start(loaded, 0)
     if dry_run:
         _dry_run(loaded, launcher, place)
         return
@@ -199,39 +226,63 @@ def _dry_run(config: RunConfig, launcher: Launcher, out: Out, folder: str | None
         _print(config, plan)
 
 
-def _sweep(config: RunConfig, file: Path, out: Path | Url, dry_run: bool) -> None:
+def _sweep(
+    config: RunConfig,
+    file: Path | None,
+    grids: dict[str, list[Any]],
+    at_once: int | None,
+    out: Path | Url,
+    dry_run: bool,
+) -> None:
     from lockstep.config.load import to_yaml
     from lockstep.config.sweep import load_sweep
-    from lockstep.mirror.url import is_url
-    from lockstep.ray.installed import require_answer, require_ray
-    from lockstep.record import run_folder
-    from lockstep.record.trials import write_sweep
 
-    storage = config.launch.ray.storage
-    if isinstance(out, Url) or is_url(storage or ""):
-        setting, named = ("launch.ray.storage", storage) if is_url(storage or "") else ("--out", out)
+    if config.launch.type not in ("local", "ray") or trains_here(config, os.environ):
+        how = f"launch: {config.launch.type}" if config.launch.type not in ("local", "ray") else "torchrun or srun"
         raise ConfigError(
-            f"{setting} {named}: a sweep writes its trials from many nodes at once, into one folder that they share; "
-            "name a folder on a disk. A single run can be kept in a bucket"
+            f"a sweep starts its trials on this machine (launch: local) or on Ray (launch: ray), not {how}"
         )
-    sweep = load_sweep(file, config)
-    if config.launch.type == "slurm":
-        raise ConfigError("--sweep: trials run on Ray: leave launch: slurm out, and start the sweep in an allocation")
+    on_ray = config.launch.type == "ray"
+    place = _sweep_place(config, out, on_ray)
+    sweep = load_sweep(file, config, grids)
+    if at_once is not None:
+        sweep = sweep.model_copy(update={"concurrency": at_once})
     if dry_run:
         from lockstep.launchers.cluster import is_elsewhere
         from lockstep.tasks.config_checks import ELSEWHERE, check_parts
 
-        check_parts(config, ELSEWHERE if is_elsewhere(config) else ())
+        check_parts(config, ELSEWHERE if on_ray and is_elsewhere(config) else ())
         _print(config, to_yaml(sweep.model_dump(mode="json")))
         return
+    if not on_ray:
+        from lockstep.launchers.sweep import sweep_here
+
+        sys.exit(sweep_here(config, sweep, place, say))
+    from lockstep.ray.installed import require_answer, require_ray
+    from lockstep.record import run_folder
+    from lockstep.record.trials import write_sweep
+
     require_ray()
     require_answer(config.launch.ray)
     from lockstep.ray.tune import sweep_over
 
-    folder = run_folder.create(Path(storage) if storage else out, f"{config.name}-sweep")
+    folder = run_folder.create(place, f"{config.name}-sweep")
     write_sweep(folder, sweep)
     say(f"trials in {folder}")
     sys.exit(sweep_over(config, sweep, folder))
+
+
+def _sweep_place(config: RunConfig, out: Path | Url, on_ray: bool) -> Path:
+    from lockstep.mirror.url import is_url
+
+    storage = (config.launch.ray.storage or "") if on_ray else ""
+    if isinstance(out, Url) or is_url(storage):
+        setting, named = ("launch.ray.storage", storage) if is_url(storage) else ("--out", out)
+        raise ConfigError(
+            f"{setting} {named}: a sweep writes its trials into one folder: name a folder on a disk, on Ray one that "
+            "all nodes share. A single run can be kept in a bucket"
+        )
+    return Path(storage) if storage else out
 
 
 def _print(config: RunConfig, plan: str) -> None:

@@ -78,6 +78,10 @@ def require_leaves(leaves: int, ranks: int) -> None:
 class Train(Reproducible):
     epochs: int | None = Field(None, gt=0)
     steps: int | None = Field(None, gt=0)
+    limit: int | None = Field(None, gt=0, description="train on the first so many examples; null: on all")
+    overfit: int | None = Field(
+        None, gt=0, description="train on the first so many examples, always in their order, and validate on the same"
+    )
     batch_size: int = Field(32, gt=0, description="examples per optimizer step, summed over all processes")
     precision: Precision = Field(
         "float32",
@@ -98,6 +102,8 @@ class Train(Reproducible):
     def _one_limit(self) -> Train:
         if self.epochs is not None and self.steps is not None:
             raise ValueError(f"give epochs or steps, not both (epochs: {self.epochs}, steps: {self.steps})")
+        if self.limit is not None and self.overfit is not None:
+            raise ValueError(f"give limit or overfit, not both (limit: {self.limit}, overfit: {self.overfit})")
         return self
 
     @property
@@ -110,6 +116,9 @@ class Validate(Section):
     every: Interval = EVERY_EPOCH
     on: Literal["all", "rank0"] = "all"
     batch_size: int | None = Field(None, gt=0, description="defaults to train.batch_size")
+    limit: int | None = Field(
+        None, gt=0, description="measure the first so many examples of every set, also of test data; null: all"
+    )
 
 
 class Criterion(Section):

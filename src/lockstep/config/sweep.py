@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+import yaml
+from pydantic import BeforeValidator, Field, model_validator
 
-from lockstep.config.load import read, validate, with_values
+from lockstep.config.load import parse_yaml, read, validate, with_values
 from lockstep.config.schema import RunConfig, Section
 from lockstep.errors import ConfigError
 
@@ -52,6 +57,18 @@ class Axis(Section):
         values: list[Any] = list(getattr(self, self.kind))
         return values
 
+    def draw(self, generator: random.Random) -> Any:
+        """Returns a value of a distribution."""
+        if self.choice is not None:
+            return generator.choice(self.choice)
+        if self.loguniform is not None:
+            return math.exp(generator.uniform(*map(math.log, self.loguniform)))
+        return generator.randrange(*self.randint) if self.randint else generator.uniform(*(self.uniform or (0, 0)))
+
+
+# A bare list is a grid.
+AnyAxis = Annotated[Axis, BeforeValidator(lambda value: {"grid": value} if isinstance(value, list) else value)]
+
 
 class Asha(Section):
     """Asynchronous successive halving: only the better trials continue at each rung."""
@@ -72,16 +89,64 @@ class Sweep(Section):
     samples: int = Field(
         1, gt=0, le=1_000_000, description="how often the space is drawn from; a grid is walked as often"
     )
-    concurrency: int = Field(1, gt=0, le=100_000, description="trials at a time, each with all its workers")
+    concurrency: int | None = Field(
+        None, gt=0, le=100_000, description="trials at a time; null: as many as there is room for, and 1 on Ray"
+    )
     seed: int = Field(0, ge=0, lt=2**32, description="of what is drawn")
-    space: dict[str, Axis] = Field(min_length=1)
+    space: dict[str, AnyAxis] = Field(min_length=1)
     prune: Asha | None = None
 
+    def points(self) -> list[dict[str, Any]]:
+        """Returns the values of every trial: the grid, as often as there are samples."""
+        generator = random.Random(self.seed)
+        grids = {name: axis.grid for name, axis in self.space.items() if axis.grid is not None}
+        return [
+            {name: chosen[name] if name in chosen else axis.draw(generator) for name, axis in self.space.items()}
+            for _ in range(self.samples)
+            for chosen in (dict(zip(grids, values, strict=True)) for values in itertools.product(*grids.values()))
+        ]
 
-def load_sweep(path: Path, config: RunConfig) -> Sweep:
-    """Reads a sweep and validates the config with each of its values."""
-    raw, places = read(path)
-    sweep = validate(Sweep, raw, places, str(path))
+
+def grids_in(overrides: Iterable[str]) -> tuple[tuple[str, ...], dict[str, list[Any]]]:
+    """Parts overrides from those with several values: `optimizer.lr=1e-3,1e-2`."""
+    plain, grids = [], {}
+    for override in overrides:
+        name, _, text = override.partition("=")
+        values = _several(text)
+        if values is None:
+            plain.append(override)
+        else:
+            grids[name] = values
+    return tuple(plain), grids
+
+
+def _several(text: str) -> list[Any] | None:
+    """Returns values between commas; None for one value: without a comma, with spaces, quoted, a list, a mapping."""
+    if "," not in text or re.search(r"\s", text):
+        return None
+    try:
+        if not isinstance(parse_yaml(text), str) or text[0] in "\"'":
+            return None
+    except yaml.YAMLError:
+        pass  # such as [1],[2]
+    try:
+        values = parse_yaml(f"[{text}]")
+    except yaml.YAMLError:
+        return None
+    return values if isinstance(values, list) and len(values) > 1 else None
+
+
+def load_sweep(path: Path | None, config: RunConfig, grids: Mapping[str, list[Any]] | None = None) -> Sweep:
+    """Reads a sweep, adds the grids of `--set`, and validates the config with each of its values.
+
+    Without a file, trials are compared by what the best checkpoint of a run is chosen by.
+    """
+    keep = config.checkpoint.keep
+    raw, places = read(path) if path is not None else ({"metric": keep.metric, "mode": keep.mode, "space": {}}, {})
+    if grids and isinstance(raw.get("space"), dict):
+        raw["space"] = {**raw["space"], **grids}
+        places.update({("space", name): f"--set {name}" for name in grids})
+    sweep = validate(Sweep, raw, places, str(path or "--set"))
     for name, axis in sweep.space.items():
         place = places.get(("space", name), str(path))
         if name.split(".")[0] in ("processes", "launch", "name"):

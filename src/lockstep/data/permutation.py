@@ -150,6 +150,20 @@ class Part(Dataset[Any]):
         return self.dataset[int(self.whole(np.array([place % len(self)]))[0])]
 
 
+class First(Part):
+    """The first examples of a dataset, or of a part of one."""
+
+    def __init__(self, dataset: Dataset[Any], count: int) -> None:
+        self.dataset: Dataset[Any] = dataset.dataset if isinstance(dataset, Part) else dataset
+        self._of, self._count = dataset, min(count, len(dataset))  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def whole(self, places: Indices) -> Indices:
+        return self._of.whole(places) if isinstance(self._of, Part) else places
+
+
 def split_dataset(
     dataset: Dataset[Any], fractions: Mapping[str, float], seed: int, in_order: bool = False
 ) -> dict[str, Dataset[Any]]:

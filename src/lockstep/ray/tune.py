@@ -30,7 +30,7 @@ def sweep_over(config: RunConfig, sweep: Sweep, folder: Path) -> int:
     """Runs all trials, shows their results and keeps the best config; returns the exit code."""
     signals = Signals(save_on_request=False)
     config, env, task = resolved(config)
-    resources, workers = placement.per_worker(config), int(config.processes) * sweep.concurrency
+    resources, workers = placement.per_worker(config), int(config.processes) * (sweep.concurrency or 1)
     settings = config.launch.ray
     with signals.listening(), connected(settings, workers, resources, env) as cluster, signals.listening():
         placement.find(settings, workers, resources)
@@ -59,7 +59,7 @@ def _tuner(config: RunConfig, sweep: Sweep, folder: Path, task: str, cluster: Cl
             mode=sweep.mode,
             num_samples=sweep.samples,
             scheduler=_scheduler(config, sweep),
-            search_alg=BasicVariantGenerator(max_concurrent=sweep.concurrency, random_state=sweep.seed),
+            search_alg=BasicVariantGenerator(max_concurrent=sweep.concurrency or 1, random_state=sweep.seed),
         ),
         run_config=tune.RunConfig(name="tune", storage_path=str(place), verbose=1),
     )

@@ -18,8 +18,8 @@ from lockstep.errors import ConfigError
 from lockstep.record import run_folder
 
 SWEEP_FILE, BEST_FILE, DEFINITION_FILE = "sweep.json", "best.yaml", "sweep.yaml"
-_TO_THE_END = ("completed", "stopped early")
-_ENDED = (*_TO_THE_END, "pruned", "failed")
+TO_THE_END = ("completed", "stopped early")
+_ENDED = (*TO_THE_END, "pruned", "failed")
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,15 @@ def trial_folder(number: int) -> str:
     return f"trial-{number:05d}"
 
 
-def write_sweep(folder: Path, sweep: Sweep) -> None:
-    text = "# What was swept over. `lockstep sweep` reads it.\n" + to_yaml(
-        sweep.model_dump(mode="json", exclude_unset=True)
+def definition(sweep: Sweep) -> str:
+    """Returns a sweep as text, without how many of its trials run at once."""
+    return "# What was swept over. `lockstep sweep` reads it.\n" + to_yaml(
+        sweep.model_dump(mode="json", exclude_unset=True, exclude={"concurrency"})
     )
-    run_folder.write_text(folder / DEFINITION_FILE, text)
+
+
+def write_sweep(folder: Path, sweep: Sweep) -> None:
+    run_folder.write_text(folder / DEFINITION_FILE, definition(sweep))
 
 
 def read_sweep(folder: Path) -> Sweep:
@@ -71,10 +75,10 @@ def read_trials(folder: Path, metric: str) -> list[Trial]:
             raise TypeError("a trial has a number and values")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{file}: does not list the trials of a sweep: {error}") from None
-    return [_as_it_is(each, folder, metric) for each in trials]
+    return [as_it_is(each, folder, metric) for each in trials]
 
 
-def _as_it_is(trial: Trial, folder: Path, metric: str) -> Trial:
+def as_it_is(trial: Trial, folder: Path, metric: str) -> Trial:
     summary = run_folder.read_summary(folder / trial.folder)
     if not summary:
         return trial
@@ -99,26 +103,37 @@ def conclude(trials: Sequence[Trial], sweep: Sweep, folder: Path, say: Callable[
     """Writes and prints the results; returns the exit code."""
     trials = sorted(trials, key=lambda each: each.number)
     write_trials(folder, trials)
-    for line in table(trials, sweep):
+    for line in table(_best_first(trials, sweep), sweep):
         say(line)
     best = best_of(trials, sweep)
     if best is None:
         say("no trial has come to an end that counts")
         return 5
     shutil.copy(folder / best.folder / run_folder.CONFIG_FILE, folder / BEST_FILE)
-    values = ", ".join(f"{name}={_short(value)}" for name, value in best.values.items())
-    say(f"best: trial {best.number}, {sweep.metric} {best.metric:.4g} with {values}")
+    say(f"best: trial {best.number}, {sweep.metric} {best.metric:.4g} with {values_of(best)}")
     say(f"its config: {folder / BEST_FILE}; its run: {folder / best.folder}")
     return 0
+
+
+def _best_first(trials: Sequence[Trial], sweep: Sweep) -> list[Trial]:
+    sign = 1 if sweep.mode == "min" else -1
+    known = [each for each in trials if each.metric is not None and math.isfinite(each.metric)]
+    return [
+        *sorted(known, key=lambda each: sign * (each.metric or 0.0)),
+        *(each for each in trials if each not in known),
+    ]
 
 
 def best_of(trials: Sequence[Trial], sweep: Sweep) -> Trial | None:
     """Returns the best of the trials that were trained to the end, by their last metric."""
     measured = [
-        each for each in trials if each.metric is not None and math.isfinite(each.metric) and each.status in _TO_THE_END
+        each for each in trials if each.metric is not None and math.isfinite(each.metric) and each.status in TO_THE_END
     ]
-    sign = 1 if sweep.mode == "min" else -1
-    return min(measured, key=lambda each: sign * (each.metric or 0.0), default=None)
+    return next(iter(_best_first(measured, sweep)), None)
+
+
+def values_of(trial: Trial) -> str:
+    return ", ".join(f"{name}={_short(value)}" for name, value in trial.values.items())
 
 
 def table(trials: Sequence[Trial], sweep: Sweep) -> list[str]:

@@ -73,6 +73,20 @@ class Callback:
         """Training has failed on this rank; other ranks may be gone already, so do not talk to them."""
 
 
+class FirstStep(Callback):
+    """Ends training after one step of this start: `lockstep train --fast`."""
+
+    def __init__(self, begins_at: int) -> None:
+        self._begins_at = begins_at
+
+    def before_training(self, run: Run) -> None:
+        if run.progress.step != self._begins_at:
+            raise ConfigError(f"--fast: this start began at step {run.progress.step}, not at {self._begins_at}")
+
+    def after_step(self, run: Run) -> str | None:
+        return "--fast: one step is enough"
+
+
 class UserCallbacks:
     """Calls the callbacks of the task and of the config, in that order."""
 

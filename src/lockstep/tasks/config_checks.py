@@ -35,7 +35,7 @@ from lockstep.tasks.parameters import OTHERS, freeze, matrices_and_others, param
 from lockstep.tasks.predict import require_predict
 from lockstep.tasks.schedules import AUTO
 from lockstep.tasks.task import Task, defines
-from lockstep.tasks.trainer import check_metrics, datasets_of, metrics_asked_for
+from lockstep.tasks.trainer import check_metrics, datasets_of, limited, metrics_asked_for
 from lockstep.tasks.validation import epoch_name
 
 # Methods of a task that return metrics by name.
@@ -128,7 +128,7 @@ def _metric_names(task: Task, made: Any, config: RunConfig, fake: FakeTensorMode
     """Returns the names of all metrics, by measuring a batch on fake tensors; None where these are not all."""
     if defines(task, "epoch_metrics") or defines(task, "torchmetrics"):
         return None
-    datasets = datasets_of(task, config)
+    datasets = limited(datasets_of(task, config), config)
     validated = [name for name in datasets if name.partition("/")[0] == "val"]
     data: Any = datasets[validated[0] if validated else "train"]
     if is_stream(data):

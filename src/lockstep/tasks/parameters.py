@@ -12,9 +12,11 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from lockstep.config.plain import columns
 from lockstep.config.training import ParameterGroup
 from lockstep.engine.models import MATCH
 from lockstep.errors import ConfigError
+from lockstep.record.logs import file_only
 from lockstep.shown import brief
 from lockstep.strategy.blocks import find_blocks
 from lockstep.strategy.parameters import named_parameters, prefixed
@@ -22,6 +24,7 @@ from lockstep.strategy.parameters import named_parameters, prefixed
 logger = logging.getLogger(__name__)
 
 OTHERS = "optimizer.others"
+_MOST_CHILDREN = 12
 
 
 def parameter_groups(
@@ -193,3 +196,29 @@ def _stay_in_evaluation(layer: nn.Module) -> None:
 
     layer.train = MethodType(evaluation, layer)  # type: ignore[method-assign]
     layer.train()
+
+
+def log_summary(models: Mapping[str, nn.Module], strategy: str) -> None:
+    """Logs how many parameters every model has, as a whole, and where they are; its children in the log file alone."""
+    for name, model in models.items():
+        rows = [("", "type", "parameters", "trained", "dtype", "on")]
+        for child, module in list(model.named_children())[:_MOST_CHILDREN]:
+            rows.append((prefixed(models, name, child), type(module).__name__.removeprefix("FSDP"), *_counts(module)))
+        total, trained, dtypes, places = _counts(model)
+        logger.info("model%s: %s, %s parameters, %s of them trained, %s, on %s (%s)", f" {name}" * (len(models) > 1),
+                    type(model).__name__.removeprefix("FSDP"), total, trained, dtypes, places, strategy)  # fmt: skip
+        more = len(list(model.children())) - _MOST_CHILDREN
+        for line in [*columns(rows), *([f"and {more} more"] if more > 0 else [])] if len(rows) > 1 else ():
+            file_only.info("  %s", line)
+
+
+def _counts(module: nn.Module) -> tuple[str, str, str, str]:
+    """Returns the numbers of all parameters and of trained ones, over all ranks; their types and places."""
+    own = list(module.parameters())
+    total, trained = (
+        sum(each.numel() for each in some) for some in (own, [each for each in own if each.requires_grad])
+    )
+    dtypes = ", ".join(sorted({str(each.dtype).removeprefix("torch.") for each in own}))
+    split = any(any(place.is_shard() for place in getattr(each, "placements", ())) for each in own)
+    places = ", ".join(sorted({str(each.device) for each in own})) + (", split between ranks" if split else "")
+    return f"{total:,}", f"{trained:,}", dtypes, places

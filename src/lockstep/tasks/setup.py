@@ -16,7 +16,7 @@ from lockstep.config.schema import Component, InitFrom, RunConfig
 from lockstep.config.training import EVERY_STEP, Ordering, OtherOptimizer
 from lockstep.config.training import Optimizer as OptimizerSettings
 from lockstep.config.training import Schedule as NamedSettings
-from lockstep.data.order import Order, make_order
+from lockstep.data.order import Order, Sequential, make_order
 from lockstep.data.stream_reader import is_stream
 from lockstep.engine.models import DEFAULT, MATCH
 from lockstep.engine.run import Run
@@ -149,14 +149,16 @@ def order_of(task: Task, config: RunConfig, dataset: Dataset[Any]) -> Order | No
                 "order that it has: remove it (data.shuffle and data.shuffle_buffer are for streams)"
             )
         return None
+    if config.train.overfit is not None:
+        return Sequential(len(dataset))  # type: ignore[arg-type]
     order: Order | None = vars(task).get("_order_of_loader")
     if asked is None and order is not None:
         if order.count == len(dataset):  # type: ignore[arg-type]
             return order
         if order.name not in ("sequential", "shuffled"):
             raise ConfigError(
-                "data.split: train_data() returns a DataLoader with its own sampler, which knows nothing of the parts: "
-                "return its dataset, and set data.order"
+                "data.split, train.limit: train_data() returns a DataLoader with its own sampler, which knows nothing "
+                "of parts: return its dataset, and set data.order"
             )
         asked = Ordering(type=order.name)  # type: ignore[arg-type]
     if asked is None:

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from lockstep.checkpoint.retention import Saved, best_first
 from lockstep.config.schema import Keep, RunConfig
 from lockstep.data.loader import Collate, check_dataset
-from lockstep.data.permutation import split_dataset
+from lockstep.data.permutation import First, split_dataset
 from lockstep.data.source import Source, makes_batches, taken
 from lockstep.data.stream_reader import check_stream, is_stream
 from lockstep.engine.run import Run
@@ -21,6 +21,7 @@ from lockstep.tasks.changes import OptimizerArguments, SplitLength
 from lockstep.tasks.create import create_task
 from lockstep.tasks.loop import train
 from lockstep.tasks.measure import TaskMeasure
+from lockstep.tasks.parameters import log_summary
 from lockstep.tasks.schedules import Scheduling, run_length
 from lockstep.tasks.setup import order_of, set_up
 from lockstep.tasks.task import Task, defines
@@ -52,11 +53,14 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
 
 
 def _fit(run: Run, config: RunConfig, task: Task, own: UserCallbacks) -> dict[str, Any]:
-    datasets = datasets_of(task, config)
+    whole = datasets_of(task, config)
+    datasets = limited(whole, config)
     order = order_of(task, config, datasets["train"])
     collate: Collate | None = getattr(task, "collate", None)
     length = run_length(config, order.length if order is not None else None)
     schedules = set_up(run, task, config, length)
+    if run.is_main:
+        log_summary(run.modules, run._engine.strategy.name)
     measure = TaskMeasure(run, task)
     batch_size = config.validation.batch_size or config.train.batch_size
     stopping = EarlyStopping(config.early_stop) if config.early_stop else None
@@ -71,7 +75,7 @@ def _fit(run: Run, config: RunConfig, task: Task, own: UserCallbacks) -> dict[st
 
     arguments = OptimizerArguments(config.optimizer)
     run.register_state("optimizer arguments", arguments)
-    run.register_state("split length", SplitLength(_split_length(datasets, config)))
+    run.register_state("split length", SplitLength(_split_length(whole, config)))
     run.register_state("run length", length)
     run.restore()
     for name, optimizer in run.optimizers.items():
@@ -202,6 +206,34 @@ def datasets_of(task: Task, config: RunConfig) -> Datasets:
     if "train" not in parts:
         raise ConfigError(f"data.split: {asked['train']:g} of {len(train_data)} examples leaves none to train on")
     return {**parts, **own}
+
+
+def limited(datasets: Datasets, config: RunConfig) -> Datasets:
+    """Returns the parts that `train.limit`, `train.overfit` and `validate.limit` leave to train on and to measure."""
+    overfit = config.train.overfit
+    limits = {"train": ("train.limit", config.train.limit), **dict.fromkeys(("val", "test"), ("validate.limit",
+              config.validation.limit))}  # fmt: skip
+    found = dict(datasets)
+    if overfit is not None:
+        trained_on = _first(datasets["train"], overfit, "train", "train.overfit")
+        logger.info("train.overfit: training on %d examples, in their order, and validating on the same", overfit)
+        of_val = _of_kind("val", datasets) or ("val",)
+        found.update(dict.fromkeys(("train", *of_val), trained_on))
+    for name, dataset in datasets.items():
+        setting, limit = limits[name.partition("/")[0]]
+        if limit is not None and found[name] is dataset:
+            found[name] = _first(dataset, limit, name, setting)
+            logger.info("%s: %d of %d examples of %s", setting, len(found[name]), len(dataset), name)  # type: ignore[arg-type]
+    return found
+
+
+def _first(dataset: Dataset[Any], count: int, name: str, setting: str) -> Dataset[Any]:
+    if is_stream(dataset):
+        raise ConfigError(
+            f"{setting}: {count}: the {name} data is a stream ({type(dataset).__name__}), of which ranks read parts of "
+            f"their own: set {setting} to null, and return a shorter stream in the task"
+        )
+    return First(dataset, count)
 
 
 def without_loader(task: Task, config: RunConfig, made: Any, name: str, trains: bool = False) -> Any:
