@@ -131,6 +131,10 @@ class Strategy(Section):
         return self.type in MESH_TYPES
 
     @property
+    def splits_sequences(self) -> bool:
+        return CONTEXT_AXIS in (self.mesh or ())
+
+    @property
     def splits_all(self) -> bool:
         return self.type in ("fsdp", "hsdp")
 
@@ -153,7 +157,7 @@ class Strategy(Section):
 
 
 MAIN = "strategy.mesh"
-DATA_AXIS, REPLICA_AXIS = "data", "replica"
+DATA_AXIS, REPLICA_AXIS, CONTEXT_AXIS = "data", "replica", "context"
 BATCH_AXES = (REPLICA_AXIS, DATA_AXIS)  # the axes that batches are split over, in this order
 
 Shape = Mapping[str, int]
@@ -203,6 +207,11 @@ def _check_axes(strategy: str, shape: Shape) -> None:
         raise ConfigError(
             f"strategy: {strategy} needs an axis {missing[0]!r}, but {MAIN} is {{{text}}}: write for example "
             f"mesh: {{{example}}}"
+        )
+    if CONTEXT_AXIS in shape and strategy != "fsdp":
+        raise ConfigError(
+            f"{MAIN}: {{{text}}}: the axis {CONTEXT_AXIS!r} splits sequences, with strategy: fsdp, but the strategy is "
+            f"{strategy}"
         )
     if REPLICA_AXIS in shape and strategy != "hsdp":
         raise ConfigError(

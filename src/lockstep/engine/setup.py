@@ -63,6 +63,11 @@ class ModelSetup:
         activity, precision = self._group.activity, options.precision
         _check(model, optimizer, precision)
         self._strategy.check_precision(precision)
+        if options.compile is not None and self._settings.strategy.splits_sequences:
+            raise ConfigError(
+                "compile: blocks that exchange keys and values cannot be compiled: leave it out, or remove the axis "
+                "context from strategy.mesh"
+            )
         self._runtime.use_precision(precision)
         self._strategy.split_by(options.shard, options.parallelize)
         self._strategy.convert(model)

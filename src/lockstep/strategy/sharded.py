@@ -24,12 +24,20 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lockstep.config.strategy import BATCH_AXES, DATA_AXIS, REPLICA_AXIS, ShardRule
+from lockstep.config.strategy import BATCH_AXES, CONTEXT_AXIS, DATA_AXIS, REPLICA_AXIS, ShardRule
 from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
-from lockstep.strategy import collectives, optimizer_step, parallelized, placing, tensor_parallel, whole_matrices
+from lockstep.strategy import (
+    collectives,
+    context,
+    optimizer_step,
+    parallelized,
+    placing,
+    tensor_parallel,
+    whole_matrices,
+)
 from lockstep.strategy import mesh as meshing
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.blocks import find_blocks, without_views
@@ -68,8 +76,10 @@ class ShardedStrategy(Strategy):
         self._rules = dict(settings.shard)
         more = {} if settings.splits_all else {_WHOLE: 1}
         more |= {} if DATA_AXIS in self._shape else {DATA_AXIS: 1}
-        self._mesh = make_mesh(runtime, group, {**self._shape, **more}, first=(*BATCH_AXES, _WHOLE))
-        axes = {"fsdp": (DATA_AXIS,), "hsdp": (REPLICA_AXIS, DATA_AXIS)}.get(settings.type, (DATA_AXIS, _WHOLE))
+        first = (REPLICA_AXIS, CONTEXT_AXIS, DATA_AXIS, _WHOLE)
+        self._mesh = make_mesh(runtime, group, {**self._shape, **more}, first)
+        copied = (CONTEXT_AXIS,) if CONTEXT_AXIS in self._shape else ()
+        axes = {"fsdp": (*copied, DATA_AXIS), "hsdp": (REPLICA_AXIS, DATA_AXIS)}.get(settings.type, (DATA_AXIS, _WHOLE))
         self._over = self._mesh[axes]  # what fully_shard is given: axes to copy over, then the one to split over
         batch_axes = [axis for axis in BATCH_AXES if axis in self._shape]
         self.dp_size = self._replicas_averaged = math.prod(self._mesh[axis].size() for axis in batch_axes)
@@ -113,6 +123,9 @@ class ShardedStrategy(Strategy):
     # Placing
 
     def convert(self, model: nn.Module) -> None:
+        if self._shape.get(CONTEXT_AXIS, 1) > 1:
+            blocks = find_blocks(model, self._settings.blocks)
+            context.split_sequences(model, blocks, self._mesh[CONTEXT_AXIS], self._group.activity)
         if self._settings.sync_batchnorm and self.world_size > 1:
             synchronise(model, copies=self._copies)
 

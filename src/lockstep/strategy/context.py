@@ -1,0 +1,254 @@
+"""Context parallel: ranks along the axis `context` each compute a part of every sequence.
+
+Blocks see a part of it; what is outside of them sees all of it, on every one of these ranks. Attention within a block
+gathers keys and values. Everything else must work on each position by itself, which is tried before the first step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.bias import causal_lower_right
+from torch.overrides import TorchFunctionMode
+
+from lockstep.distributed.activity import Activity
+from lockstep.errors import ConfigError
+from lockstep.runtime.moving import map_tensors
+from lockstep.strategy.blocks import Forward, wrap_forward
+
+_AXIS = "strategy.mesh: context"
+# How far the outputs of the first block may be apart, relative to the largest: rounding.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_TOLERANCE_OF_HALF = 5e-2
+
+
+def split_sequences(model: nn.Module, blocks: Mapping[str, nn.Module], mesh: DeviceMesh, activity: Activity) -> None:
+    """Lets the blocks of a model compute this rank's part of every sequence."""
+    stacks = {(name.rpartition(".")[0], type(block)) for name, block in blocks.items()}
+    if len(stacks) != 1:
+        found = ", ".join(sorted(f"{name} ({kind.__name__})" for name, kind in stacks)) or "none"
+        raise ConfigError(
+            f"{_AXIS}: sequences are split within one stack of blocks of one class, and {type(model).__name__} has "
+            f"{found}. Name its blocks by strategy.blocks, or remove the axis"
+        )
+    wrap_forward(blocks.values(), functools.partial(_split, Context(blocks, mesh, activity)))
+
+
+class Context:
+    """The ranks that have the parts of a sequence, in order, and the blocks that compute them."""
+
+    def __init__(self, blocks: Mapping[str, nn.Module], mesh: DeviceMesh, activity: Activity) -> None:
+        self.group, self.size, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
+        self._names = {id(block): f"{name} ({type(block).__name__})" for name, block in blocks.items()}
+        self._first, self._last = next(iter(self._names)), next(reversed(self._names))
+        self._activity = activity
+        self.length = 0  # of a whole sequence
+        self.was_tried = False
+
+    def name_of(self, module: nn.Module) -> str:
+        return self._names[id(module)]
+
+    def is_first(self, module: nn.Module) -> bool:
+        return id(module) == self._first
+
+    def is_last(self, module: nn.Module) -> bool:
+        return id(module) == self._last
+
+    def begin(self, whole: Tensor) -> None:
+        self.length = whole.size(1)
+        if self.length % self.size:
+            raise ConfigError(
+                f"{_AXIS} {self.size}: sequences of {self.length} tokens cannot be divided among {self.size} ranks: "
+                f"pad them, or cut them to {self.length - self.length % self.size}"
+            )
+
+    def part_of(self, tensor: Tensor, dim: int) -> Tensor:
+        """Returns this rank's part of the sequence."""
+        length = tensor.size(dim) // self.size
+        return tensor.narrow(dim, self.rank * length, length)
+
+    def gather(self, part: Tensor, dim: int) -> Tensor:
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        with self._activity.within("the parts of a sequence", waits=True):
+            dist.all_gather(parts, part.contiguous(), group=self.group)
+        return torch.cat(parts, dim)
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        with self._activity.within("the gradients of keys and values", waits=True):
+            dist.all_reduce(tensor := tensor.contiguous(), group=self.group)
+        return tensor
+
+
+# Gradients are averaged over all ranks afterwards, as those of ranks with other rows are. So within blocks they are so
+# many times as large as there are ranks along the axis: the sum over parts of the sequence is what the mean returns.
+
+
+class _Part(torch.autograd.Function):
+    """A whole sequence, the same on all ranks, becomes this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, context: Context) -> Tensor:
+        ctx.context = context
+        return context.part_of(whole, 1).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.context.gather(gradient, 1) / ctx.context.size, None
+
+
+class _Whole(torch.autograd.Function):
+    """This rank's part becomes the whole sequence, the same on all ranks, which compute the same gradient of it."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, context: Context) -> Tensor:
+        ctx.context = context
+        return context.gather(part, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.context.part_of(gradient, 1) * ctx.context.size, None
+
+
+class _Gathered(torch.autograd.Function):
+    """Keys or values of all parts, of which every rank computes another gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, context: Context) -> Tensor:
+        ctx.context = context
+        return context.gather(part, -2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.context.part_of(ctx.context.add_up(gradient), -2), None
+
+
+class _Attention(TorchFunctionMode):
+    """Within, attention is over the whole sequence."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        self._context, self.was_used = context, False
+
+    def __torch_function__(
+        self, function: Any, types: Any, inputs: Any = (), named: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function is not F.scaled_dot_product_attention:
+            return function(*inputs, **(named or {}))
+        self.was_used = True
+        return self._attend(*inputs, **(named or {}))
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
+        is_causal: bool = False, **options: Any,
+    ) -> Tensor:  # fmt: skip
+        if dropout_p:
+            raise ConfigError(f"{_AXIS}: attention with dropout ({dropout_p}) cannot be split: set it to 0")
+        context, length = self._context, query.size(-2)
+        key, value = _Gathered.apply(key, context), _Gathered.apply(value, context)  # type: ignore[no-untyped-call]
+        if is_causal:
+            end = (context.rank + 1) * length  # later ones are not looked at
+            key, value = key[..., :end, :], value[..., :end, :]
+            on_gpu = query.device.type == "cuda"  # with kernels that need no mask in memory
+            mask = torch.ones(length, end, dtype=torch.bool, device=query.device).tril(end - length)
+            attn_mask = causal_lower_right(length, end) if on_gpu else mask
+        elif attn_mask is not None and attn_mask.size(-2) == context.length:
+            attn_mask = context.part_of(attn_mask, -2)
+        elif attn_mask is not None and attn_mask.size(-2) != 1:
+            raise ConfigError(
+                f"{_AXIS}: an attention mask of shape {list(attn_mask.shape)} does not fit sequences of "
+                f"{context.length} tokens: it needs that many rows, or one"
+            )
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, **options)
+
+
+def _split(context: Context, forward: Forward) -> Forward:
+    @functools.wraps(forward)
+    def computed(module: nn.Module, hidden: Tensor, *inputs: Any, **named: Any) -> Any:
+        named = {name: None if name.startswith("past_key_value") else each for name, each in named.items()}
+        if context.is_first(module):
+            context.begin(hidden)
+            if not context.was_tried and not isinstance(hidden, FakeTensor):
+                context.was_tried = True
+                _try(context, forward, module, hidden, inputs, named)
+            hidden = _Part.apply(hidden, context)  # type: ignore[no-untyped-call]
+        output = _on_part(context, forward, module, hidden, inputs, named)
+        return _first_of(output, lambda each: _Whole.apply(each, context)) if context.is_last(module) else output  # type: ignore[no-untyped-call]
+
+    return computed
+
+
+def _on_part(
+    context: Context, forward: Forward, module: nn.Module, hidden: Tensor, inputs: Any, named: Mapping[str, Any]
+) -> Any:
+    if hidden.size(1) * context.size != context.length:
+        raise ConfigError(
+            f"{_AXIS}: {context.name_of(module)} got {hidden.size(1)} positions, where a part of the sequence has "
+            f"{context.length // context.size}: blocks have to be called one after the other, the first one first"
+        )
+
+    def part(each: Tensor) -> Tensor:  # positions, their sines and cosines, a mask of tokens: what has a row for each
+        return context.part_of(each, 1) if 1 < each.dim() < 4 and each.size(1) == context.length else each
+
+    with _Attention(context) as attention:
+        output = forward(module, hidden, *map_tensors(part, inputs), **map_tensors(part, dict(named)))
+    if not attention.was_used:
+        raise ConfigError(
+            f"{_AXIS}: {context.name_of(module)} does not call "
+            "torch.nn.functional.scaled_dot_product_attention, so its positions would see a part of the sequence "
+            'alone. Use that function for attention (attn_implementation="sdpa" in transformers)'
+        )
+    return output
+
+
+def _try(
+    context: Context, forward: Forward, module: nn.Module, hidden: Tensor, inputs: Any, named: Mapping[str, Any]
+) -> None:
+    """Refuses a block whose output is another one where sequences are split, or which draws random numbers."""
+    random = torch.get_rng_state()
+    with torch.no_grad():
+        if module.training:
+            _on_part(context, forward, module, context.part_of(hidden, 1), inputs, named)
+            drew = not torch.equal(random, torch.get_rng_state())
+            torch.set_rng_state(random)
+            if drew or any(isinstance(each, nn.Dropout) and each.p and each.training for each in module.modules()):
+                raise ConfigError(
+                    f"{_AXIS}: {context.name_of(module)} draws random numbers (dropout), of which each rank would have "
+                    "the same for its part of the sequence: set dropout to 0, or remove the axis"
+                )
+        with _in_evaluation(module):
+            part = _on_part(context, forward, module, context.part_of(hidden, 1), inputs, named)
+            joined = context.gather(part[0] if isinstance(part, tuple) else part, 1)
+            whole = forward(module, hidden, *inputs, **named)
+            whole = whole[0] if isinstance(whole, tuple) else whole
+    apart = float((joined - whole).abs().max() / whole.abs().max().clamp_min(1e-30))
+    if not apart <= _TOLERANCE.get(whole.dtype, _TOLERANCE_OF_HALF):
+        raise ConfigError(
+            f"{_AXIS}: {context.name_of(module)} computes something else from parts of a sequence than from all of it "
+            f"(by {apart:.1e} of the largest value): besides attention, each position must be computed by itself. A "
+            "convolution over positions, or positions counted within the block, cannot be split"
+        )
+
+
+@contextlib.contextmanager
+def _in_evaluation(module: nn.Module) -> Iterator[None]:
+    trained = [each for each in module.modules() if each.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for each in trained:
+            each.training = True
+
+
+def _first_of(output: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Changes an output, or the first of several: what flows from block to block."""
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
