@@ -147,7 +147,9 @@ def within(documents: Sequence[Document], longest: int, divide: bool) -> list[Do
     ]
     kept = [(tokens, learned) for tokens, learned in found if learned[1:].any()]
     if len(kept) < len(found):
-        logger.warning("%d of %d examples are left out: none of their tokens is learned", len(found) - len(kept), len(found))
+        logger.warning(
+            "%d of %d examples are left out: none of their tokens is learned", len(found) - len(kept), len(found)
+        )
     return kept
 
 

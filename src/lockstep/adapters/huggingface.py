@@ -1,12 +1,11 @@
-"""Models of Hugging Face's transformers as tasks: a folder with a model, a file with texts, and YAML. docs/huggingface.md"""
+"""Tasks over models of Hugging Face's transformers: a model folder, a file of texts and YAML. docs/huggingface.md"""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +26,7 @@ from lockstep.adapters.documents import (
     read_rows,
     within,
 )
-from lockstep.config.objects import import_object
-from lockstep.config.plain import did_you_mean
+from lockstep.config.objects import check_arguments, construct, import_object
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
 from lockstep.evaluation.means import Mean, evaluating
@@ -73,7 +71,9 @@ class _Pretrained(Task):
         if self.data != SYNTHETIC:
             self.tokenizer = self._opened("AutoTokenizer", self.tokenizer or self.folder, "task.tokenizer")
             if not self.tokenizer.is_fast:
-                raise ConfigError(f"task.tokenizer: {self.tokenizer.name_or_path} is of Python's: save it as a fast one")
+                raise ConfigError(
+                    f"task.tokenizer: {self.tokenizer.name_or_path} is of Python's: save it as a fast one"
+                )
         if self.compute_metrics is not None:
             self.compute_metrics = import_object(self.compute_metrics, "task.compute_metrics")
             self.epoch_metrics = self._computed_metrics  # type: ignore[method-assign]
@@ -115,7 +115,7 @@ class _Pretrained(Task):
             self._check_loaded(sorted(loaded["missing_keys"]))
         found.train()  # from_pretrained turns dropout off
         self._check(found)
-        return found if self.lora is None else self._with_lora(found)
+        return found if self.lora is None else self._with_lora(found, self.lora)
 
     def _check_loaded(self, missing: Sequence[str]) -> None:
         """Looks at the weights that the folder does not have."""
@@ -123,20 +123,17 @@ class _Pretrained(Task):
     def _check(self, model: Any) -> None:
         """Refuses a model that cannot be trained as it would be by itself."""
 
-    def _with_lora(self, model: Any) -> nn.Module:
+    def _with_lora(self, model: Any, settings: Mapping[str, Any]) -> nn.Module:
         try:
             import peft
         except ImportError:
             raise ConfigError("task.lora: needs peft: pip install 'lockstep-train[text]'") from None
-        given = {"target_modules": "all-linear"} | {_LORA.get(name, name): each for name, each in self.lora.items()}
-        known = [each for each in inspect.signature(peft.LoraConfig).parameters]
-        for name in given:
-            if name not in known:
-                raise ConfigError(f"task.lora.{name}: LoraConfig has no such argument, {did_you_mean(name, known)}")
+        given = {"target_modules": "all-linear"} | {_LORA.get(name, name): each for name, each in settings.items()}
+        check_arguments(peft.LoraConfig, given, "task.lora")
         try:
             adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(task_type=self._peft_task, **given))
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"task.lora: {dict(self.lora)}: {error}") from None
+            raise ConfigError(f"task.lora: {dict(settings)}: {error}") from None
         return adapted
 
     def train_data(self) -> Dataset[Example]:
@@ -180,8 +177,10 @@ class CausalLM(_Pretrained):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.messages is not None and self.prompt is not None:
-            raise ConfigError("task.prompt: a conversation (task.messages) has its prompts in it: leave one of them out")
-        self._generation = _Generation(**self.generate) if self.generate is not None else None
+            raise ConfigError("task.prompt: a conversation (task.messages) has its prompts in it: leave one out")
+        self._generation = None
+        if self.generate is not None:
+            self._generation = construct(_Generation, dict(self.generate), "task.generate")
 
     def _check_loaded(self, missing: Sequence[str]) -> None:
         if missing:
@@ -252,7 +251,7 @@ class CausalLM(_Pretrained):
 
     def predict_data(self, input: str) -> Dataset[Any]:
         lines = Path(input).read_text(encoding="utf-8").splitlines()
-        return _Prompts([line for line in lines if line])
+        return cast("Dataset[Any]", [{"prompt": line} for line in lines if line])
 
     def answers(self, model: nn.Module, prompts: Sequence[str]) -> list[str]:
         """Returns the likeliest continuation of every prompt; of a chat model, the answer to it."""
@@ -264,17 +263,6 @@ class CausalLM(_Pretrained):
         ends = self.tokenizer.eos_token_id
         found = [each[: each.index(ends)] if ends in each else each for each in _continued(model, asked, limit)]
         return [str(self.tokenizer.decode(each, skip_special_tokens=True)) for each in found]
-
-
-class _Prompts(Dataset[dict[str, str]]):
-    def __init__(self, prompts: Sequence[str]) -> None:
-        self._prompts = prompts
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def __getitem__(self, index: int) -> dict[str, str]:
-        return {"prompt": self._prompts[index]}
 
 
 @dataclass(frozen=True)
@@ -335,7 +323,7 @@ def _require_separate_documents(model: Any) -> None:
     positions = torch.arange(length).repeat(2, 2)
     with evaluating([model]):
         logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, length:].float()
-    if not torch.allclose(*logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
+    if not torch.allclose(logits[0], logits[1], rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
         raise ConfigError(
             f"task.packing: {type(model).__name__} looks from one document of a row into another, whatever the "
             "positions: set packing: false"
@@ -377,7 +365,11 @@ class SequenceClassification(_Pretrained):
             raise ConfigError(f"{at}: {path} has a {self.label} {min(wrong)!r}, but task.labels are {self._names}")
         texts = [[str(row[name]) for row in rows] for name in columns[:-1]]
         encoded = self.tokenizer(*texts, truncation=True, max_length=self.max_length)
-        return _Classified(encoded, [numbers[each] for each in found])
+        examples = [
+            {**{name: each[row] for name, each in encoded.items()}, "labels": numbers[label]}
+            for row, label in enumerate(found)
+        ]
+        return cast("Dataset[Example]", examples)
 
     def collate(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         inputs = [{name: each for name, each in example.items() if name != "labels"} for example in examples]
@@ -399,14 +391,3 @@ class SequenceClassification(_Pretrained):
     def _logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         found: Tensor = model(**{name: each for name, each in batch.items() if name != "labels"}).logits
         return found.float()
-
-
-class _Classified(Dataset[Mapping[str, Any]]):
-    def __init__(self, encoded: Mapping[str, list[list[int]]], labels: Sequence[int]) -> None:
-        self._encoded, self._labels = encoded, labels
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return {**{name: each[index] for name, each in self._encoded.items()}, "labels": self._labels[index]}
