@@ -180,7 +180,7 @@ class CausalLM(_Pretrained):
             raise ConfigError("task.prompt: a conversation (task.messages) has its prompts in it: leave one out")
         self._generation = None
         if self.generate is not None:
-            self._generation = construct(_Generation, dict(self.generate), "task.generate")
+            self._generation = construct(Generation, dict(self.generate), "task.generate")
 
     def _check_loaded(self, missing: Sequence[str]) -> None:
         if missing:
@@ -255,7 +255,7 @@ class CausalLM(_Pretrained):
 
     def answers(self, model: nn.Module, prompts: Sequence[str]) -> list[str]:
         """Returns the likeliest continuation of every prompt; of a chat model, the answer to it."""
-        limit = (self._generation or _Generation()).max_new_tokens
+        limit = (self._generation or Generation()).max_new_tokens
         if self.messages is not None:
             chats = [[{"role": "user", "content": each}] for each in prompts]
             prompts = self.tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
@@ -266,7 +266,7 @@ class CausalLM(_Pretrained):
 
 
 @dataclass(frozen=True)
-class _Generation:
+class Generation:
     prompts: Sequence[str] = ()
     max_new_tokens: int = 64
 
