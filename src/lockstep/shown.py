@@ -47,7 +47,7 @@ def size(count: float) -> str:
 def binary_size(count: float) -> str:
     """Formats a number of bytes as memory is counted: `1.50 GiB`."""
     number, prefix = scaled(count / 1024, 1024, "KMGT")
-    return f"{number:.{2 if number < 100 else 1}f} {prefix}iB"
+    return f"{count:.0f} B" if count < 1024 else f"{number:.{2 if number < 100 else 1}f} {prefix}iB"
 
 
 def scaled(number: float, base: int, prefixes: str) -> tuple[float, str]:

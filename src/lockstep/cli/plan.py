@@ -65,8 +65,8 @@ def plan(
         return
     if (config is None) is (hf is None) or not targets:
         raise ConfigError(
-            "name a config (or --hf with a config.json) and what to plan for: lockstep plan CONFIG --on h200x8 "
-            "(--list has the names)"
+            "name a config and what to plan for: lockstep plan CONFIG --on h200x8 (--list has the names); or --hf with "
+            "a config.json"
         )
     if config is None:
         assert hf is not None
