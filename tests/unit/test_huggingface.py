@@ -13,8 +13,11 @@ import torch
 from conftest import ROOT
 from lockstep.adapters.documents import IGNORED, conversations_of, documents_of, packed, read_rows, within
 from lockstep.adapters.huggingface import CausalLM, SequenceClassification
+from lockstep.config.load import load
 from lockstep.config.objects import construct
 from lockstep.errors import ConfigError
+from lockstep.tasks.create import create_task
+from pages import blocks
 
 sys.path.insert(0, str(ROOT / "examples"))
 import finetune_text
@@ -237,3 +240,14 @@ def test_labels_of_padding_and_of_first_tokens_are_ignored(pretrained: Path) -> 
     rows: Any = made.train_data()
     (labels,), (positions,) = (made.collate([rows[0]])[name] for name in ("labels", "position_ids"))
     assert (labels[positions == 0] == IGNORED).all() and (labels != IGNORED).sum() > 30
+
+
+def test_the_configs_of_the_page_make_tasks(pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(pretrained.parent)
+    whole, classes = (text for _, text in blocks(ROOT / "docs" / "huggingface.md", "yaml"))
+    for name, text in (("whole.yaml", whole), ("classes.yaml", classes.replace("path/to/model", "pretrained"))):
+        (tmp_path / name).write_text(text)
+        made: Any = create_task(load(tmp_path / name).task)
+        assert made.model().num_parameters() > 0
+    example: Any = create_task(load(ROOT / "examples" / "finetune_text.yaml").task)
+    assert len(example.train_data()) > 10 and example.callbacks()

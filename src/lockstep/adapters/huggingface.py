@@ -49,7 +49,7 @@ class _Pretrained(Task):
     validation: str | None = None  # the same, to validate on
     tokenizer: Any = None  # its folder, where it is another
     text: str = "text"  # the column of texts
-    max_length: int = 1024
+    max_length: int = 0  # by default 1024, or what the model and the tokenizer are made for
     init: str = "weights"  # config: the model's shape alone
     dtype: str = "float32"
     attention: str | None = None
@@ -65,15 +65,16 @@ class _Pretrained(Task):
         if self.dtype not in _DTYPES:
             raise ConfigError(f"task.dtype: must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
         self.config = self._opened("AutoConfig", self.folder, "task.folder", **self._config_settings())
-        longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        if not 1 < self.max_length <= (longest or self.max_length):
-            raise ConfigError(f"task.max_length: {self.max_length}: this model has positions for 2 to {longest} tokens")
         if self.data != SYNTHETIC:
             self.tokenizer = self._opened("AutoTokenizer", self.tokenizer or self.folder, "task.tokenizer")
             if not self.tokenizer.is_fast:
                 raise ConfigError(
-                    f"task.tokenizer: {self.tokenizer.name_or_path} is of Python's: save it as a fast one"
+                    f"task.tokenizer: {self.tokenizer.name_or_path} has no tokenizer.json: save it as fast"
                 )
+        longest = getattr(self.config.get_text_config(), "max_position_embeddings", None) or 2**31
+        self.max_length = self.max_length or min(1024, longest, getattr(self.tokenizer, "model_max_length", longest))
+        if not 1 < self.max_length <= longest:
+            raise ConfigError(f"task.max_length: {self.max_length}: this model has positions for 2 to {longest} tokens")
         if self.compute_metrics is not None:
             self.compute_metrics = import_object(self.compute_metrics, "task.compute_metrics")
             self.epoch_metrics = self._computed_metrics  # type: ignore[method-assign]
