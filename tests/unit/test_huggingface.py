@@ -235,6 +235,15 @@ def test_classes_have_names_and_texts_may_come_in_pairs(pretrained: Path, tmp_pa
         classes(labels=1)
 
 
+def test_a_shorter_row_has_a_mask(pretrained: Path) -> None:
+    made = task(pretrained)
+    rows: Any = made.train_data()
+    short, long = sorted((rows[7], rows[77]), key=lambda each: len(each["input_ids"]))
+    assert made.collate([short, short]).keys() == {"input_ids", "labels"}
+    mask = made.collate([long, short])["attention_mask"]
+    assert mask.sum(1).tolist() == [len(long["input_ids"]), len(short["input_ids"])] and mask[1, -1] == 0
+
+
 def test_labels_of_padding_and_of_first_tokens_are_ignored(pretrained: Path) -> None:
     made = task(pretrained, packing=True)
     rows: Any = made.train_data()

@@ -179,9 +179,7 @@ class CausalLM(_Pretrained):
         super().__post_init__()
         if self.messages is not None and self.prompt is not None:
             raise ConfigError("task.prompt: a conversation (task.messages) has its prompts in it: leave one out")
-        self._generation = None
-        if self.generate is not None:
-            self._generation = construct(Generation, dict(self.generate), "task.generate")
+        self._generation: Generation = construct(Generation, dict(self.generate or {}), "task.generate")
 
     def _check_loaded(self, missing: Sequence[str]) -> None:
         if missing:
@@ -219,7 +217,10 @@ class CausalLM(_Pretrained):
             return {"prompt": [each["prompt"] for each in examples]}
         found = padded(examples, self.max_length if self.packing else None)
         if not self.packing:
-            del found["position_ids"]  # padding is on the right, where tokens do not look
+            positions = found.pop("position_ids")
+            real = positions == torch.arange(positions.shape[1])
+            if not real.all():
+                found["attention_mask"] = real.long()
         return found
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Mean:
@@ -244,7 +245,7 @@ class CausalLM(_Pretrained):
         return metrics, {"predictions": list(likeliest), "label_ids": list(batch["labels"])}
 
     def callbacks(self) -> Sequence[Callback]:
-        return () if self._generation is None else (_Samples(self),)
+        return [_Samples(self, self._generation.prompts)] if self._generation.prompts else []
 
     def predict(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, list[str]]:
         """For `lockstep predict --input FILE`, with a prompt in every line."""
@@ -256,7 +257,7 @@ class CausalLM(_Pretrained):
 
     def answers(self, model: nn.Module, prompts: Sequence[str]) -> list[str]:
         """Returns the likeliest continuation of every prompt; of a chat model, the answer to it."""
-        limit = (self._generation or Generation()).max_new_tokens
+        limit = self._generation.max_new_tokens
         if self.messages is not None:
             chats = [[{"role": "user", "content": each}] for each in prompts]
             prompts = self.tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
@@ -275,15 +276,14 @@ class Generation:
 class _Samples(Callback):
     """Logs what the model answers, after every validation. All ranks compute it, since they may have a part each."""
 
-    def __init__(self, task: CausalLM) -> None:
-        self._task = task
+    def __init__(self, task: CausalLM, prompts: Sequence[str]) -> None:
+        self._task, self._prompts = task, prompts
 
     def after_validation(self, run: Run, metrics: dict[str, Any]) -> None:
-        assert self._task._generation is not None
-        prompts = list(self._task._generation.prompts)
         with evaluating([run.module]), run.autocast():
-            answers = self._task.answers(run.module, prompts)
-        run.log_text("samples", "\n\n".join(f"{one}\n{other}" for one, other in zip(prompts, answers, strict=True)))
+            answers = self._task.answers(run.module, self._prompts)
+        pairs = zip(self._prompts, answers, strict=True)
+        run.log_text("samples", "\n\n".join(f"{prompt}\n{answer}" for prompt, answer in pairs))
 
 
 @torch.no_grad()
