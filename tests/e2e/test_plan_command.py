@@ -156,12 +156,14 @@ def test_a_step_is_that_of_a_whole_batch(project: Project) -> None:
 def test_a_model_of_transformers_is_planned_from_its_config_alone(project: Project) -> None:
     (project.folder / "config.json").write_text(json.dumps(LLAMA))
     small = project.folder / "small.yaml"
-    small.write_text("watch: {memory: 0.821, peak: {float32: 1}, bandwidth: 10, link: 1, network: 1, per_host: 2}\n")
-    sizes = ["--batch-size", "4", "--length", "128"]
+    small.write_text("watch: {memory: 0.8205, peak: {float32: 1}, bandwidth: 10, link: 1, network: 1, per_host: 2}\n")
+    sizes = ["--batch-size", "4", "--length", "128", "--set", "task.lora={r: 16}", "--set", "task.dtype=bf16"]
     told = project.run("plan", "--hf", "config.json", "--on", "watchx2", "--devices", small, *sizes)
     assert told.code == 1, told.text
     assert "planned with 4 x 128 tokens and precision bf16" in told.err
     assert "watchx2: DOES NOT FIT, " in told.out and "allreduce over data" in told.out
+    adapter = 16 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))  # of q and o, k and v, and the three others
+    assert re.search(rf"gradients +{4 * adapter / 1024:.1f} KiB", told.out), told.out
     assert re.search(r"weights +\d+\.\d KiB", told.out) and "0.00" not in told.out.split("at least")[0], told.out
 
 
