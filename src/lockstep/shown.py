@@ -38,14 +38,25 @@ def brief(text: str, longest: int = 200) -> str:
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
 
 
-def size(count: int) -> str:
+def size(count: float) -> str:
     """Formats a number of bytes: `1.5 MB`."""
-    number, unit = float(count), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if number < 1000:
-            break
-        number, unit = number / 1000, larger
-    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+    number, prefix = scaled(count / 1000, 1000, "kMGT")
+    return f"{count:.0f} B" if count < 1000 else f"{number:.1f} {prefix}B"
+
+
+def binary_size(count: float) -> str:
+    """Formats a number of bytes as memory is counted: `1.50 GiB`."""
+    number, prefix = scaled(count / 1024, 1024, "KMGT")
+    return f"{count:.0f} B" if count < 1024 else f"{number:.{2 if number < 100 else 1}f} {prefix}iB"
+
+
+def scaled(number: float, base: int, prefixes: str) -> tuple[float, str]:
+    """Returns a number in the unit that fits it, and the prefix of that unit, of which the first is the smallest."""
+    for prefix in prefixes[:-1]:
+        if number < base:
+            return number, prefix
+        number /= base
+    return number, prefixes[-1]
 
 
 def _visible(character: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ from conftest import TASK_FILE, Finished, Project
 from lockstep.planner.devices import target
 from lockstep.planner.plan import Step, traced
 
+LLAMA = {
+    "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
 STACKED = {"type": f"{TASK_FILE}:Stacked", "layers": 4, "width": 64}
 ADAM = {"type": "torch.optim.AdamW", "lr": 0.001}
 FSDP = {"type": "fsdp", "mesh": {"data": -1}}
@@ -146,6 +151,20 @@ def test_a_step_is_that_of_a_whole_batch(project: Project) -> None:
     plan = planned(project, "t4", task={**STACKED, "examples": 100}, train={"batch_size": 64}, data={})
     products = 8 * 64 + 4 * 2 * 64 * 128 + 64 * 4  # each three times, but for the gradient of the inputs
     assert plan.flops == 2 * 64 * (3 * products - 8 * 64)
+
+
+def test_a_model_of_transformers_is_planned_from_its_config_alone(project: Project) -> None:
+    (project.folder / "config.json").write_text(json.dumps(LLAMA))
+    small = project.folder / "small.yaml"
+    small.write_text("watch: {memory: 0.8205, peak: {float32: 1}, bandwidth: 10, link: 1, network: 1, per_host: 2}\n")
+    sizes = ["--batch-size", "4", "--length", "128", "--set", "task.lora={r: 16}", "--set", "task.dtype=bf16"]
+    told = project.run("plan", "--hf", "config.json", "--on", "watchx2", "--devices", small, *sizes)
+    assert told.code == 1, told.text
+    assert "planned with 4 x 128 tokens and precision bf16" in told.err
+    assert "watchx2: DOES NOT FIT, " in told.out and "allreduce over data" in told.out
+    adapter = 16 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))  # of q and o, k and v, and the three others
+    assert re.search(rf"gradients +{4 * adapter / 1024:.1f} KiB", told.out), told.out
+    assert re.search(r"weights +\d+\.\d KiB", told.out) and "0.00" not in told.out.split("at least")[0], told.out
 
 
 @pytest.mark.long

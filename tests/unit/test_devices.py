@@ -15,6 +15,8 @@ def test_a_target_is_a_name_and_a_number() -> None:
     assert (found.name, found.count, found.hosts, found.title) == ("h200", 16, 2, "h200x16")
     assert target("a100-80g").count == 1
     assert found.device.memory == pytest.approx(139.8)
+    card = target("rtx4090x2")
+    assert (card.name, card.count, target("RTX4090").title) == ("rtx4090", 2, "rtx4090x1")
 
 
 @pytest.mark.parametrize("name", known())

@@ -91,7 +91,7 @@ def test_phases_are_where_they_were() -> None:
     found = re.findall(r'<span class="(\w+)" style="left:([\d.]+)%;width:([\d.]+)%" title', page)
     assert found == [("forward", "0.00", "40.00"), ("backward", "40.00", "40.00"), ("gradients", "80.00", "10.00"),
                      ("optimizer", "90.00", "10.00")]  # fmt: skip
-    assert "<title>backward: 12.0 GiB\nweights 2.00 GiB\noptimizer 4.00 GiB\nactivations 6.00 GiB</title>" in page
+    assert "<title>backward: 12.00 GiB\nweights 2.00 GiB\noptimizer 4.00 GiB\nactivations 6.00 GiB</title>" in page
 
 
 def test_products_are_on_the_roof_and_what_bounds_them_is_told() -> None:
@@ -107,7 +107,7 @@ def test_products_are_on_the_roof_and_what_bounds_them_is_told() -> None:
 def test_a_plan_that_a_compiler_made_has_no_pictures_of_what_it_does_not_know() -> None:
     page = plans_page("gpt", [plan(compiled())], "bf16")
     assert 'class="plot' not in page and "host 1" in page and "weights" in page
-    assert "at its peak: 12.00 of" in "\n".join(lines(plan(compiled())))
+    assert "at its peak: 12.00 GiB of" in "\n".join(lines(plan(compiled())))
 
 
 def test_a_search_has_the_best_first_and_marks_what_does_not_fit() -> None:

@@ -19,7 +19,7 @@ from lockstep.cli.common import say
 from lockstep.distributed.failure import find_cause, report
 from lockstep.record.display import Display
 from lockstep.record.logs import rank_log
-from lockstep.shown import LONGEST, in_a_line, shown, visible
+from lockstep.shown import LONGEST, binary_size, in_a_line, shown, size, visible
 
 
 @pytest.mark.parametrize(
@@ -103,3 +103,9 @@ def test_on_a_terminal(tmp_path: Path) -> None:
     assert process.wait(30) == 2
     assert b"train\\x1b[31m: unknown key" in said and b"con\\x1b[31mfig.yaml" in said
     assert b"\x1b" not in said and b"\x07" not in said
+
+
+def test_sizes_have_the_unit_that_fits() -> None:
+    assert [size(each) for each in (0, 999, 1500, 2.5e9, 7e15)] == ["0 B", "999 B", "1.5 kB", "2.5 GB", "7000.0 TB"]
+    found = [binary_size(each) for each in (0, 1000, 1536, 10 * 2**20, 100 * 2**30, 3 * 2**40)]
+    assert found == ["0 B", "1000 B", "1.50 KiB", "10.00 MiB", "100.0 GiB", "3.00 TiB"]

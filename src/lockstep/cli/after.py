@@ -117,13 +117,14 @@ def predict(
 @RUN
 @click.option("--to", type=click.Choice(["safetensors", "hf", "torch-export", "onnx"]), required=True, help="The form.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="A new file; for hf, a new folder.")
+@click.option("--merge", is_flag=True, help="Add peft's adapters into the weights of their model; not for safetensors.")
 @STEP
 @BEST
 @WEIGHTS
 @SET
 @JSON
 def export(
-    run_dir: Path | Url, to: str, out: Path, step: int | None, best: bool, weights: str,
+    run_dir: Path | Url, to: str, out: Path, merge: bool, step: int | None, best: bool, weights: str,
     overrides: tuple[str, ...], as_json: bool,
 ) -> None:  # fmt: skip
     """Write the model of RUN in a form that other programs open: weights, a Hugging Face folder, a whole program.
@@ -139,6 +140,8 @@ def export(
         raise ConfigError("lockstep export is done by one process: run it by itself, not under a launcher")
     require_new(out)
     weights_alone = to == "safetensors"
+    if merge and weights_alone:
+        raise ConfigError("--merge: safetensors has the weights as the checkpoint has them: use --to hf")
     folder = after.run_folder_of(run_dir, needs_task=not weights_alone)
     config = None
     if not weights_alone:
@@ -150,7 +153,7 @@ def export(
     chosen = chosen_step(folder, Wanted(step, best), mode, verify=False)
     from lockstep.tasks.export import export as write
 
-    write(config, folder, chosen, to, out, averages=weights == "ema")
+    write(config, folder, chosen, to, out, averages=weights == "ema", merge=merge)
     if as_json:
         click.echo(json.dumps({"out": str(out), "to": to, "step": chosen, "weights": weights}))
         return

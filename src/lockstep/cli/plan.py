@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,15 @@ Note = Callable[[str], None]
 
 @click.command(epilog=examples("lockstep plan examples/gpt-1.3b.yaml --on a100-40gx8 --on h200x1"))
 @click.argument("config", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--hf",
+    type=click.Path(path_type=Path),
+    default=None,
+    metavar="PATH",
+    help="In place of CONFIG: a language model of transformers, by its config.json or folder; no weights are needed.",
+)
+@click.option("--batch-size", type=click.IntRange(min=1), default=8, help="With --hf: rows of a batch (default: 8).")
+@click.option("--length", type=click.IntRange(min=2), default=1024, help="With --hf: tokens of a row (default: 1024).")
 @click.option("--on", "targets", multiple=True, metavar="DEVICExN", help="What to plan for: h200x8. May be repeated.")
 @click.option("--devices", type=click.Path(path_type=Path), default=None, help="A YAML file with further devices.")
 @click.option("--search", is_flag=True, help="Try other ways of spreading it, and rank those that fit.")
@@ -36,8 +46,8 @@ Note = Callable[[str], None]
 @SET
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON array, with an object per target.")
 def plan(
-    config: Path | None, targets: tuple[str, ...], devices: Path | None, search: bool, write: Path | None,
-    page: Path | None, lists: bool, overrides: tuple[str, ...], as_json: bool,
+    config: Path | None, hf: Path | None, batch_size: int, length: int, targets: tuple[str, ...], devices: Path | None,
+    search: bool, write: Path | None, page: Path | None, lists: bool, overrides: tuple[str, ...], as_json: bool,
 ) -> None:  # fmt: skip
     """Trace a step of CONFIG on this machine, without any GPU and without memory for the model: what it needs there.
 
@@ -51,11 +61,18 @@ def plan(
             click.echo(json.dumps([{"name": name, **device.model_dump()} for name, device in known().items()]))
             return
         for name, device in known().items():
-            click.echo(f"{name:<12}{device.memory:8.1f} GiB  {device.source}")
+            click.echo(f"{name:<14}{device.memory:6.1f} GiB  {device.source}")
         return
-    if config is None or not targets:
-        raise ConfigError("name a config and what to plan for: lockstep plan CONFIG --on h200x8 (--list has the names)")
-    say_whose_code(config)
+    if (config is None) is (hf is None) or not targets:
+        raise ConfigError(
+            "name a config and what to plan for: lockstep plan CONFIG --on h200x8 (--list has the names); or --hf with "
+            "a config.json"
+        )
+    if config is None:
+        assert hf is not None
+        config = click.get_current_context().with_resource(_config_for(hf, batch_size, length))
+    else:
+        say_whose_code(config)
     checked = load(config, overrides)
     wanted = [target(each, devices) for each in targets]
     if write is not None and (not search or len(wanted) != 1):
@@ -79,6 +96,19 @@ def plan(
     if as_json:
         click.echo(json.dumps([each.plain() for each in found]))
     sys.exit(0 if all(each.fits for each in found) else 1)
+
+
+@contextlib.contextmanager
+def _config_for(hf: Path, batch_size: int, length: int) -> Iterator[Path]:
+    """Writes a config that trains all weights of a model of transformers on random tokens, in bf16."""
+    task = {"type": "lockstep.adapters.huggingface:CausalLM", "folder": str(hf.absolute()), "init": "config",
+            "data": "synthetic", "max_length": length}  # fmt: skip
+    config = {"task": task, "train": {"steps": 2, "batch_size": batch_size, "precision": "bf16"}}
+    say(f"{hf}: planned with {batch_size} x {length} tokens and precision bf16 (--set changes it)")
+    with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
+        file = Path(folder) / f"{(hf.parent if hf.suffix else hf).absolute().name}.yaml"
+        file.write_text(json.dumps(config), encoding="utf-8")  # which is YAML too
+        yield file
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import numpy as np
 from lockstep.planner.plan import GIB, KINDS, Collective, Plan, Work, seconds
 from lockstep.planner.plan import peak as peak_of
 from lockstep.planner.search import Way
+from lockstep.shown import binary_size
 
 SIDE = 1000  # of a plot, in the units of its shapes
 # Told apart by those who see no red or green as well (Okabe and Ito's).
@@ -96,11 +97,6 @@ def milliseconds(seconds: float) -> str:
     return f"{short(seconds * 1e3)} ms" if seconds >= 1e-6 or not seconds else "below 0.001 ms"
 
 
-def gib(size: float) -> str:
-    unit, text = next(((2**n, text) for n, text in ((30, "GiB"), (20, "MiB")) if size >= 2**n / 100), (2**10, "KiB"))
-    return f"{short(size / unit)} {text}"
-
-
 def gigabytes(size: float) -> str:
     unit, text = next(((10**n, text) for n, text in ((9, "GB"), (6, "MB")) if size >= 10**n / 100), (10**3, "kB"))
     return f"{short(size / unit)} {text}"
@@ -124,11 +120,11 @@ def memory(plan: Plan) -> str:
     peak = totals.index(max(totals)) / (len(points) - 1)
     shapes += line(peak, 1 - plan.step.peak / top, peak, 1, "peak")
     side = "over" if 0.15 < peak < 0.85 else "over start" if peak <= 0.15 else "over finish"
-    marks += mark(f"peak {gib(plan.step.peak)}", peak, 1 - plan.step.peak / top, side)
+    marks += mark(f"peak {binary_size(plan.step.peak)}", peak, 1 - plan.step.peak / top, side)
     if near:
         at = 1 - plan.capacity / top
         shapes += line(0, at, 1, at, "end")
-        marks += mark(f"a device has {gib(plan.capacity)}", 1, at, "over finish alarm")
+        marks += mark(f"a device has {binary_size(plan.capacity)}", 1, at, "over finish alarm")
     phases = _phases(plan)
     shapes += "".join(line(begin, 0, begin, 1, "phase") for _, begin, _ in phases if begin > 0)
     shapes += "".join(_hovered(plan, phases))
@@ -137,7 +133,7 @@ def memory(plan: Plan) -> str:
         f"{name if end - begin > _NAMED_FROM else ''}</span>"
         for name, begin, end in phases
     )
-    drawn = plot(f"memory over a step, peak {gib(plan.step.peak)}", shapes, marks, "memory")
+    drawn = plot(f"memory over a step, peak {binary_size(plan.step.peak)}", shapes, marks, "memory")
     shown = [kind for kind in KINDS if any(point.get(kind, 0) > 0 for point in points)]
     return f'{drawn}<div class="phases">{strip}</div>' + key([(kind, KIND_COLOURS[kind]) for kind in shown])
 
@@ -177,8 +173,8 @@ def _hovered(plan: Plan, phases: list[tuple[str, float, float]]) -> Iterator[str
         highest = max(part, key=lambda each: sum(each.values()))
         at = (number + 0.5) / count
         phase = next((name for name, begin, end in phases if begin <= at < end), "")
-        kinds = "".join(f"\n{kind} {gib(highest[kind])}" for kind in KINDS if highest.get(kind, 0) > 0)
-        text = f"{phase}: {gib(sum(highest.values()))}{kinds}"
+        kinds = "".join(f"\n{kind} {binary_size(highest[kind])}" for kind in KINDS if highest.get(kind, 0) > 0)
+        text = f"{phase}: {binary_size(sum(highest.values()))}{kinds}"
         yield (
             f'<rect x="{SIDE * number / count:.1f}" y="0" width="{SIDE / count:.1f}" height="{SIDE}" class="hover">'
             f"<title>{text}</title></rect>"
@@ -367,7 +363,7 @@ def ways(found: Sequence[Way]) -> str:
 
 def _way(each: Way, plan: Plan, most: float, best: bool) -> str:
     held = plan.step.peak / plan.capacity
-    text = [milliseconds(plan.estimate.step), f"{short(plan.step.peak / GIB)} of {gib(plan.capacity)}"]
+    text = [milliseconds(plan.estimate.step), f"{binary_size(plan.step.peak)} of {binary_size(plan.capacity)}"]
     verdict = ' <b class="fits">the best</b>' if best else "" if plan.fits else ' <b class="not">does not fit</b>'
     return (
         f'<div class="row"><span class="of">{escape(each.title)}{verdict}</span><span class="track">'

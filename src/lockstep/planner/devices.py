@@ -92,8 +92,9 @@ def target(text: str, more: Path | None = None) -> Target:
     devices = {**known(), **(_parsed(more) if more is not None else {})}
     if (found := _slice(text)) is not None:
         return Target(text.strip().lower(), devices[device_name(found)], found.devices, found)
-    match = _TARGET.fullmatch(text.strip().lower())
-    name, count = (match["name"], match["count"]) if match else (text, None)
+    name, count = text.strip().lower(), None
+    if name not in devices and (match := _TARGET.fullmatch(name)) is not None:  # rtx4090 is one, and not 4090 of rt
+        name, count = match["name"], match["count"]
     if name not in devices:
         raise ConfigError(
             f"--on {text}: no device {name!r} is known, {did_you_mean(name, devices)} h200x8 is eight of them; "

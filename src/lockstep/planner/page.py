@@ -7,10 +7,11 @@ from html import escape
 from pathlib import Path
 
 from lockstep.errors import ConfigError
-from lockstep.planner.charts import exchange, gib, memory, mesh, milliseconds, roofline, step_time, ways
+from lockstep.planner.charts import exchange, memory, mesh, milliseconds, roofline, step_time, ways
 from lockstep.planner.devices import Target
 from lockstep.planner.plan import KINDS, Plan
 from lockstep.planner.search import Way
+from lockstep.shown import binary_size
 
 
 def plans_page(name: str, plans: Sequence[Plan], precision: str) -> str:
@@ -46,7 +47,7 @@ def _page(title: str, body: str) -> str:
 
 def _sections(plan: Plan, precision: str) -> Iterator[str]:
     step = plan.step
-    verdict = f"{gib(plan.margin)} left" if plan.fits else f"{gib(-plan.margin)} too much"
+    verdict = f"{binary_size(plan.margin)} left" if plan.fits else f"{binary_size(-plan.margin)} too much"
     kind, word = ("fits", "fits") if plan.fits else ("not", "does not fit")
     yield f'<h2>{escape(plan.target.title)}: <span class="{kind}">{word}</span>, {verdict}</h2>'
     yield f"<p>{escape(_summary(plan))}</p>"
@@ -68,13 +69,13 @@ def _summary(plan: Plan) -> str:
     if plan.largest_batch:
         text.append(f"the largest batch that fits is {plan.largest_batch}")
     if step.host_bytes:
-        text.append(f"{gib(step.host_bytes)} for each device are in the memory of its host")
+        text.append(f"{binary_size(step.host_bytes)} for each device are in the memory of its host")
     return "; ".join(text) + "."
 
 
 def _kinds(plan: Plan) -> str:
     rows = "".join(
-        f'<tr><td>{kind}</td><td class="n">{gib(plan.step.by_kind[kind])}</td></tr>'
+        f'<tr><td>{kind}</td><td class="n">{binary_size(plan.step.by_kind[kind])}</td></tr>'
         for kind in KINDS
         if plan.step.by_kind.get(kind)
     )
@@ -83,7 +84,7 @@ def _kinds(plan: Plan) -> str:
 
 def _largest(plan: Plan) -> str:
     rows = "".join(
-        f'<tr><td class="n">{gib(each.bytes)}</td><td>{escape(each.kind)}</td>'
+        f'<tr><td class="n">{binary_size(each.bytes)}</td><td>{escape(each.kind)}</td>'
         f"<td>{' × '.join(map(str, each.shape))} {escape(each.dtype)}</td>"
         f"<td><code>{escape(each.line or each.operation)}</code></td></tr>"
         for each in plan.step.largest

@@ -18,6 +18,7 @@ from lockstep.config.strategy import BATCH_AXES
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.planner.devices import Target
 from lockstep.planner.ledger import Books
+from lockstep.shown import binary_size, scaled, size
 
 KINDS = ("weights", "gradients", "optimizer", "averages", "activations", "temporaries", "communication", "batch")
 _SHOWN_EVENTS = 400  # in the picture of a step
@@ -353,28 +354,30 @@ _WHEN = {"forward": "the forward pass", "backward": "the backward pass", "optimi
 
 def lines(plan: Plan) -> Iterator[str]:
     step, target = plan.step, plan.target
-    verdict = f"{plan.margin / GIB:.1f} GiB left" if plan.fits else f"{-plan.margin / GIB:.1f} GiB too much"
+    verdict = f"{binary_size(abs(plan.margin))} {'left' if plan.fits else 'too much'}"
     yield f"{target.title}: {'fits' if plan.fits else 'DOES NOT FIT'}, {verdict}"
-    kept = f", of which {plan.reserved / GIB:.1f} are kept back for the driver" if plan.reserved else ""
+    kept = f", of which {binary_size(plan.reserved)} are kept back for the driver" if plan.reserved else ""
     when = f" in {_WHEN[step.phase]}" if step.phase in _WHEN else ""  # a compiler says nothing of it
-    yield f"memory per device, at its peak{when}: {step.peak / GIB:.2f} of {target.device.memory:.1f} GiB{kept}"
+    has = binary_size(target.device.memory * GIB)
+    yield f"memory per device, at its peak{when}: {binary_size(step.peak)} of {has}{kept}"
     for kind in KINDS:
-        if size := step.by_kind.get(kind):
-            yield f"  {kind:<14}{size / GIB:8.2f} GiB"
+        if size_of_kind := step.by_kind.get(kind):
+            yield f"  {kind:<14}{binary_size(size_of_kind):>12}"
     if step.host_bytes:
-        yield f"  {step.host_bytes / GIB:.2f} GiB more are in the memory of its host (strategy.offload)"
+        yield f"  {binary_size(step.host_bytes)} more are in the memory of its host (strategy.offload)"
     if step.largest:
         yield "the largest tensors then"
     for each in step.largest[:_SHOWN]:
         shape = " x ".join(map(str, each.shape))
-        yield f"  {each.bytes / GIB:8.3f} GiB  {each.kind:<13} {shape} {each.dtype}  {each.line or each.operation}"
+        yield f"  {binary_size(each.bytes):>12}  {each.kind:<13} {shape} {each.dtype}  {each.line or each.operation}"
     if not step.work:
         yield "the compiler makes no program that does not fit: what it would compute and exchange is not known"
         return
-    done = f"{step.flops / 1e12:.2f} TFLOP, {step.bytes / 1e9:.1f} GB moved"
+    number, prefix = scaled(step.flops / 1e6, 1000, "MGTP")
+    done = f"{number:.2f} {prefix}FLOP, {size(step.bytes)} moved"
     yield f"a step of {step.batch} examples, of each device: {done}"
     for one in step.collectives:
-        yield f"  {one.name} over {one.axis}: {one.count} of {one.bytes / 1e9:.3f} GB together"
+        yield f"  {one.name} over {one.axis}: {one.count} of {size(one.bytes)} together"
     guess = plan.estimate
     yield (
         f"at least {guess.step * 1e3:.1f} ms by the datasheet (an estimate): products {guess.products * 1e3:.1f}, "

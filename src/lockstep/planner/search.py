@@ -19,7 +19,8 @@ from lockstep.config.schema import RunConfig
 from lockstep.config.strategy import BATCH_AXES, DATA_AXIS, REPLICA_AXIS, dp_size
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.planner.devices import Target
-from lockstep.planner.plan import GIB, Plan, Step
+from lockstep.planner.plan import Plan, Step
+from lockstep.shown import binary_size
 
 # Of the config's own strategy, where another mesh spreads the model.
 _KEPT = ("blocks", "param_dtype", "reduce_dtype", "reshard_after_forward", "offload")
@@ -182,7 +183,7 @@ def lines(found: Sequence[Way]) -> Iterator[str]:
         if each.plan is None:
             yield f"{each.title:<{width}}  {each.why_not.splitlines()[0]}"
             continue
-        text = f"{each.plan.step.peak / GIB:6.3g} GiB  {each.plan.estimate.step * 1e3:7.3g} ms"
+        text = f"{binary_size(each.plan.step.peak):>10}  {each.plan.estimate.step * 1e3:7.3g} ms"
         yield f"{each.title:<{width}}  {text}{'' if each.plan.fits else '  does not fit'}"
 
 

@@ -207,16 +207,31 @@ def _as_on_the_target(available: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def _stays(to: Any) -> Any:
-    """Ignores Module.to(device), for which torch would swap fake parameters, and cannot."""
+    """Replaces Module.to(device, dtype), for which torch would swap fake parameters, and cannot."""
 
     def instead(module: nn.Module, *arguments: Any, **named: Any) -> nn.Module:
         given = [*arguments, *named.values()]
-        if len(given) == 1 and isinstance(given[0], (str, torch.device)):
+        if given and all(isinstance(each, (str, torch.device, torch.dtype)) for each in given):
+            for dtype in (each for each in given if isinstance(each, torch.dtype)):
+                _cast(module, dtype)
             return module
         moved: nn.Module = to(module, *arguments, **named)
         return moved
 
     return instead
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+    made: dict[int, nn.Parameter] = {}  # by the identity of what it replaces: weights may be tied
+    for part in module.modules():
+        for name, each in part._parameters.items():
+            if each is not None and each.is_floating_point() and each.dtype != dtype:
+                part._parameters[name] = made.setdefault(
+                    id(each), nn.Parameter(each.detach().to(dtype), each.requires_grad)
+                )
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                part._buffers[name] = buffer.to(dtype)
 
 
 def real(function: Any, *arguments: Any) -> Any:
@@ -231,7 +246,7 @@ LONG = RunLength(10**9, 10**6)
 def quiet(config: RunConfig, **more: Any) -> RunConfig:
     """Returns a config that logs, saves and profiles nothing."""
     log = Log(every=Interval(10**9, "step"))
-    return config.model_copy(update={"log": log, "checkpoint": Checkpoint(every=None), "profile": None, **more})
+    return config.model_copy(update={"log": log, "checkpoint": Checkpoint(every=None, save="all"), "profile": None, **more})
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from lockstep.data.loader import batch_fetcher
 from lockstep.data.stream_reader import is_stream
 from lockstep.distributed.group import Group
 from lockstep.engine.models import DEFAULT, Entry, Models
-from lockstep.engine.weights import Frozen, Pretrained, are_left_out, digest_of, names_of
+from lockstep.engine.weights import Frozen, Pretrained, are_left_out, digest_of, is_of_peft, names_of
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.runtime.base import seed_generators
 from lockstep.runtime.cpu import CpuRuntime
@@ -41,7 +41,9 @@ _TARGETS = ("labels", "label", "targets", "target")
 _EXAMPLES = 2  # a batch of one would be taken for a size that never changes
 
 
-def export(config: RunConfig | None, folder: Path, step: int, to: str, out: Path, averages: bool = False) -> None:
+def export(
+    config: RunConfig | None, folder: Path, step: int, to: str, out: Path, averages: bool = False, merge: bool = False
+) -> None:
     """Writes the model of a checkpoint in another form; its weights alone (safetensors) need no config."""
     temporary = out.with_name(f".partial-{out.name}")
     _remove(temporary)
@@ -50,7 +52,11 @@ def export(config: RunConfig | None, folder: Path, step: int, to: str, out: Path
             _write_weights(CheckpointStorage(folder / "checkpoints"), step, temporary, averages)
         else:
             task = create_task(config.task)
-            model = model_of(config, task, folder, step, averages)
+            model: Any = model_of(config, task, folder, step, averages)
+            if merge:
+                if not is_of_peft(model):
+                    raise ConfigError(f"--merge: the task's model is a {type(model).__name__} without adapters of peft")
+                model = model.merge_and_unload()
             (_write_pretrained if to == "hf" else _write_program)(model, task, config, to, temporary)
         temporary.rename(out)
     except OSError as error:

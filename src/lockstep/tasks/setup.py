@@ -162,23 +162,19 @@ def order_of(task: Task, config: RunConfig, dataset: Dataset[Any]) -> Order | No
             )
         asked = Ordering(type=order.name)  # type: ignore[arg-type]
     if asked is None:
-        own = _defines(task, "order")
-        if _defines(task, "weights"):
+        own = defines(task, "order")
+        if defines(task, "weights"):
             logger.warning(
                 "task: %s defines weights, but examples are not drawn by them: set data.order to weighted",
                 type(task).__name__,
             )
         asked = Ordering(type="sequential" if not config.data.shuffle else "own" if own else "shuffled")
     needs = {"weighted": "weights", "buckets": "lengths"}.get(asked.type)
-    values = {needs: _value(task, needs)} if needs and _defines(task, needs) else {}
-    if asked.type == "own" and _defines(task, "order"):
+    values = {needs: _value(task, needs)} if needs and defines(task, needs) else {}
+    if asked.type == "own" and defines(task, "order"):
         values = {"order": task.order, "repeats": getattr(task, "order_repeats", False)}
     said_by = f"task: {type(task).__name__}.order"
     return make_order(asked, dataset, config.train.batch_size, config.seed, values, said_by)
-
-
-def _defines(task: Task, name: str) -> bool:
-    return name in vars(task) or getattr(type(task), name) is not getattr(Task, name)
 
 
 def _value(task: Task, name: str) -> Any:

@@ -152,6 +152,6 @@ class Task(abc.ABC):
 
 
 def defines(task: Task | type[Task], name: str) -> bool:
-    """Returns whether a task overrides a method of the base class."""
+    """Returns whether a task overrides a method of the base class, as an attribute of its own or of its class."""
     cls = task if inspect.isclass(task) else type(task)
-    return getattr(cls, name) is not getattr(Task, name)
+    return (cls is not task and name in vars(task)) or getattr(cls, name) is not getattr(Task, name)
