@@ -217,3 +217,11 @@ class Transformer(Recorded):
         steps = int(self.trainer.estimated_stepping_batches)
         warmup = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=steps)
         return [optimizer], [{"scheduler": warmup, "interval": "step"}]
+
+
+SHAPES: dict[type[Recorded], dict[str, Any]] = {
+    AutoEncoder: {},
+    Gan: {},
+    Classifier: {},
+    Transformer: {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2},
+}

@@ -26,7 +26,6 @@ _PRECISIONS = {
     "32": "float32", "32-true": "float32", "bf16": "bf16", "bf16-mixed": "bf16", "16": "fp16", "16-mixed": "fp16",
     None: "float32",
 }  # fmt: skip
-_REPLACED = ("ModelCheckpoint", "EMAWeightAveraging")
 
 
 class Loaders:
@@ -104,7 +103,7 @@ def fit(
     train = {
         "epochs": epochs, "steps": steps, "accumulate": accumulate_grad_batches,
         "clip_norm": None if clips_itself else gradient_clip_val,
-        "precision": _PRECISIONS.get(precision, _PRECISIONS.get(str(precision))), **_ema(every),
+        "precision": _PRECISIONS.get(precision, _PRECISIONS.get(str(precision))),
         **settings.pop("train", {}),
     }  # fmt: skip
     config = load_python(
@@ -139,7 +138,7 @@ def _train(
 ) -> dict[str, Any]:
     """Trains on one rank."""
     task = Module(module, data, callbacks)
-    task.accumulates, task.clips, task.replaces = config.train.accumulate, clips, _REPLACED
+    task.accumulates, task.clips, task.is_given = config.train.accumulate, clips, True
     task.begin(run, config)
     loader = task.loader("train_dataloader")
     sizes = {}
@@ -171,16 +170,6 @@ def _every(epochs: int | None, interval: int | float | None) -> str:
     if interval not in (None, 1.0):
         raise ConfigError(f"{_CALLER}: val_check_interval={interval}: give a number of steps, as an int")
     return f"{epochs or 1} epochs"
-
-
-def _ema(callbacks: Sequence[Any]) -> dict[str, Any]:
-    found = [each for each in callbacks if kind_of(each) == "EMAWeightAveraging"]
-    for each in found:
-        if each.update_starting_at_step is not None or each.update_starting_at_epoch is not None:
-            raise ConfigError("callbacks: EMAWeightAveraging(update_starting_at_...) is not supported: leave it out")
-        decay = each._kwargs["avg_fn"].__closure__[0].cell_contents
-        return {"ema": {"decay": decay, "every": f"{each.update_every_n_steps} steps", "warmup": False}}
-    return {}
 
 
 def _checkpoint(callbacks: Sequence[Any]) -> dict[str, Any]:

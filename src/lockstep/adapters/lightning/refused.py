@@ -37,7 +37,7 @@ _INSTEAD = {
     "OnExceptionCheckpoint": "a run that fails resumes from its newest checkpoint",
     "BasePredictionWriter": "`lockstep predict` writes predictions",
     "ModelCheckpoint": "set checkpoint in the config: checkpoint: {keep: {best: 1, metric: val/loss}}",
-    "EMAWeightAveraging": "set train.ema",
+    "EMAWeightAveraging": "set train.ema, whose averages are measured as val/ema/...",
 }
 
 

@@ -39,7 +39,7 @@ class Module(Task):
         self.accumulates = 1  # batches of the DataLoader that a step adds up, as fit(accumulate_grad_batches=...) says
         self.clips: tuple[float | None, str | None] = None, None  # by value, or in configure_gradient_clipping
         self._loaders: dict[str, Any] = {}
-        self.replaces: Sequence[str] = ()  # kinds of callbacks that the config has taken the place of
+        self.is_given = False  # by fit, which has made a config of ModelCheckpoint
 
     # The beginning
 
@@ -53,7 +53,9 @@ class Module(Task):
         own = module.configure_callbacks()
         self._callbacks = [_made(each, f"task.callbacks[{index}]") for index, each in enumerate(callbacks)]
         self._callbacks += own if isinstance(own, (list, tuple)) else [own]
-        self._callbacks = [each for each in self._callbacks if kind_of(each) not in self.replaces]
+        self._callbacks = [
+            each for each in self._callbacks if not (self.is_given and kind_of(each) == "ModelCheckpoint")
+        ]
         require_supported(module, datamodule, self._callbacks)
         if overrides(module, "configure_gradient_clipping") and config.train.clip_norm is not None:
             raise ConfigError(
