@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader
 import lockstep
 from conftest import Project
 from lockstep.adapters.lightning import fit
+from lockstep.adapters.lightning.trainer import alike
 from lockstep.cli import main
 from lockstep.errors import ConfigError
 
@@ -198,11 +199,6 @@ class Two(AutoEncoder):
         return [torch.optim.SGD(self.encoder.parameters(), 0.1), torch.optim.SGD(self.decoder.parameters(), 0.1)]
 
 
-class RankDependent(AutoEncoder):
-    def on_validation_epoch_end(self) -> None:
-        self.log("val_rank", float(self.global_rank))
-
-
 @pytest.mark.parametrize(
     ("module", "options", "message"),
     [
@@ -231,9 +227,11 @@ def test_several_optimizers_without_manual_optimization_are_refused_by_lightning
         fitted(Two(), tmp_path)
 
 
-def test_a_value_that_differs_by_rank_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(lockstep.WorkerFailed, match="different values on different ranks"):
-        fitted(RankDependent(), tmp_path, 2)
+def test_a_value_of_an_epoch_that_differs_by_rank_is_refused() -> None:
+    assert alike("auc", [(0.5, False), (0.5, False)]) == 0.5
+    assert alike("auc", [(0.5, True), (0.7, True)]) == pytest.approx(0.6)  # sync_dist
+    with pytest.raises(ConfigError, match="different values on different ranks"):
+        alike("auc", [(0.5, False), (0.7, False)])
 
 
 def test_a_config_names_module_and_data(tmp_path: Path) -> None:
@@ -244,7 +242,7 @@ def test_a_config_names_module_and_data(tmp_path: Path) -> None:
             "module": {"type": f"{file}:AutoEncoder", "width": 3},
             "data": {"type": f"{file}:Digits", "batch_size": 10},
         },
-        "processes": 2, "runtime": "cpu", "train": {"epochs": 2, "batch_size": 10}, "log": {"every": "1 step"},
+        "processes": 1, "runtime": "cpu", "train": {"epochs": 2, "batch_size": 10}, "log": {"every": "1 step"},
     }  # fmt: skip
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     outcome = lockstep.train(tmp_path / "config.yaml", out=tmp_path / "runs")

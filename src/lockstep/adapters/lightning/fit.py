@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 
 import lockstep
 from lockstep.adapters.lightning.refused import kind_of, overrides, package_of
-from lockstep.adapters.lightning.task import Module, short_name
+from lockstep.adapters.lightning.task import Module
+from lockstep.adapters.lightning.trainer import short_name
 from lockstep.checkpoint import reader
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.config.load import load_python, with_values
@@ -33,12 +34,6 @@ class Loaders:
 
     def __init__(self, train: Any, val: Any, test: Any) -> None:
         self._train, self._val, self._test = train, val, test
-
-    def setup(self, stage: str) -> None:
-        """Loaders are there already."""
-
-    def teardown(self, stage: str) -> None:
-        """Loaders are the user's."""
 
     def train_dataloader(self) -> Any:
         return self._train

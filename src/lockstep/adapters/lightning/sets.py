@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lockstep.adapters.lightning.trainer import Trainer, alike
+from lockstep.adapters.lightning.trainer import Trainer, alike, short_name
 from lockstep.errors import ConfigError
 from lockstep.evaluation.means import BatchMean, Mean, evaluating
 from lockstep.evaluation.metric_states import computed, plain, require_metrics, states_of
@@ -80,8 +80,6 @@ class Sets:
         return found
 
     def _short(self, name: str) -> str:
-        from lockstep.adapters.lightning.task import short_name
-
         short = short_name(name, self._kind)
         several = self._count > 1
         full = f"{self._kind}/{self._number}/{short}" if several else f"{self._kind}/{short}"

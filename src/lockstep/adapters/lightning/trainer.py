@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,11 +27,34 @@ _OF_STEPS = {
 }  # fmt: skip
 
 
+# Members of Lightning's Trainer that are computed when they are asked for.
+_ASKED: dict[str, Callable[[Any], Any]] = {
+    "training": lambda self: not (self.validating or self.testing or self.predicting or self.sanity_checking),
+    "current_epoch": lambda self: self.run.progress.epoch,
+    "max_epochs": lambda self: self.config.train.epoch_limit or -1,
+    "max_steps": lambda self: self.config.train.steps or -1,
+    "is_global_zero": lambda self: self.run.is_main,
+    "global_rank": lambda self: self.run.rank,
+    "local_rank": lambda self: self.run._engine.topology.place.local_rank,
+    "world_size": lambda self: self.run.world_size,
+    "num_devices": lambda self: self.run.world_size,
+    "accumulate_grad_batches": lambda self: self.config.train.accumulate,
+    "precision": lambda self: self.config.train.precision,
+    "check_val_every_n_epoch": lambda self: self._every("epoch", None),
+    "val_check_interval": lambda self: self._every("step", 1.0),
+    "log_dir": lambda self: str(self.run.folder),
+    "default_root_dir": lambda self: str(self.run.folder),
+}
+
+
+@dataclass(frozen=True)
 class Logged:
     """A value that a module logged: of the batch, or of a whole epoch."""
 
-    def __init__(self, value: Any, on_epoch: bool, batch_size: int | None, sync_dist: bool) -> None:
-        self.value, self.on_epoch, self.batch_size, self.sync_dist = value, on_epoch, batch_size, sync_dist
+    value: Any
+    on_epoch: bool
+    batch_size: int | None
+    sync_dist: bool
 
 
 class Trainer:
@@ -38,13 +62,14 @@ class Trainer:
 
     def __init__(self, module: Any, datamodule: Any, callbacks: Sequence[Any], run: Run, config: RunConfig) -> None:
         package = package_of(module)
-        self.run, self._config, self._entry = run, config, ""
+        self.run, self.config, self.entry = run, config, ""
         self.lightning_module = self.model = module
         self.datamodule, self.callbacks = datamodule, list(callbacks)
-        self.strategy, self.precision_plugin = _Strategy(self), _Precision(self)
+        self.strategy = self.precision_plugin = _Strategy(self)
         self.optimizers: list[Optimizer] = []
         self.lr_scheduler_configs: list[Any] = []
-        self.gradient_clip_val, self.gradient_clip_algorithm = config.train.clip_norm, None
+        self.gradient_clip_val: float | None = config.train.clip_norm
+        self.gradient_clip_algorithm: str | None = None
         self.callback_metrics: dict[str, Tensor] = {}
         self.logged_metrics = self.progress_bar_metrics = self.callback_metrics
         self.logger, self.loggers = None, list[Any]()
@@ -68,71 +93,17 @@ class Trainer:
             datamodule.trainer = self
         module.log = self.log
 
-    # What a module asks
-
-    @property
-    def training(self) -> bool:
-        return not (self.validating or self.testing or self.predicting or self.sanity_checking)
-
-    @property
-    def current_epoch(self) -> int:
-        return self.run.progress.epoch
-
-    @property
-    def max_epochs(self) -> int:
-        return self._config.train.epoch_limit or -1
-
-    @property
-    def max_steps(self) -> int:
-        return self._config.train.steps or -1
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.run.is_main
-
-    @property
-    def global_rank(self) -> int:
-        return self.run.rank
-
-    @property
-    def local_rank(self) -> int:
-        return self.run._engine.topology.place.local_rank
-
-    @property
-    def world_size(self) -> int:
-        return self.run.world_size
-
-    num_devices = world_size
-
-    @property
-    def accumulate_grad_batches(self) -> int:
-        return self._config.train.accumulate
-
-    @property
-    def precision(self) -> str:
-        return str(self._config.train.precision)
-
-    @property
-    def check_val_every_n_epoch(self) -> int | None:
-        every = self._config.validation.every
-        return int(every.count) if every.unit == "epoch" else None
-
-    @property
-    def val_check_interval(self) -> float:
-        every = self._config.validation.every
-        return 1.0 if every.unit == "epoch" else every.count
-
-    @property
-    def log_dir(self) -> str:
-        return str(self.run.folder)
-
-    default_root_dir = log_dir
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        there = sorted(each for each in {*vars(self), *dir(type(self))} if not each.startswith("_"))
+        if name in _ASKED:
+            return _ASKED[name](self)
+        there = sorted(each for each in {*vars(self), *dir(type(self)), *_ASKED} if not each.startswith("_"))
         raise NotSupported(f"self.trainer.{name} is not supported. There are {', '.join(there)}")
+
+    def _every(self, unit: str, otherwise: Any) -> Any:
+        every = self.config.validation.every
+        return every.count if every.unit == unit else otherwise
 
     # Hooks
 
@@ -148,8 +119,8 @@ class Trainer:
         """Calls a hook of the callbacks, then that of the module; returns what the module's returned."""
         with self.within(hook):
             for each in self.callbacks:
-                getattr(each, hook, _nothing)(self, self.lightning_module, *arguments)
-            return getattr(self.lightning_module, hook, _nothing)(*arguments)
+                getattr(each, hook, nothing)(self, self.lightning_module, *arguments)
+            return getattr(self.lightning_module, hook, nothing)(*arguments)
 
     def overridden(self, hook: str) -> bool:
         return any(overrides(each, hook) for each in (self.lightning_module, *self.callbacks))
@@ -157,12 +128,12 @@ class Trainer:
     def call_step(self, name: str, batch: Any, batch_idx: int, dataloader_idx: int | None = None) -> Any:
         """Calls a step of the module with those of the arguments that it takes."""
         placed = name == "training_step" and self.lightning_module.automatic_optimization
-        module = self.run.models[self._entry] if placed else self.lightning_module
+        module = self.run.models[self.entry] if placed else self.lightning_module
         parameters = list(inspect.signature(getattr(self.lightning_module, name)).parameters.values())
         takes_any = any(each.kind is each.VAR_POSITIONAL for each in parameters)
         given = [batch, batch_idx, *([] if dataloader_idx is None else [dataloader_idx])]
         count = len(given) if takes_any else sum(each.kind is not each.VAR_KEYWORD for each in parameters)
-        with self.within(name), self.run.autocast(self._entry):
+        with self.within(name), self.run.autocast(self.entry):
             return getattr(module, name)(*given[:count])
 
     # Logging
@@ -176,16 +147,14 @@ class Trainer:
         """Logs as LightningModule.log does. All is written to metrics.jsonl, and means are over all ranks."""
         if self._hook is None or self._hook == "predict_step":
             raise ConfigError(f"self.log({name!r}) was called in {self._hook or 'no hook of the training'}")
-        wrong = {
-            "reduce_fx": reduce_fx not in ("mean", torch.mean), "enable_graph": enable_graph,
-            "sync_dist_group": sync_dist_group is not None, "rank_zero_only": rank_zero_only,
-        }  # fmt: skip
-        for argument in (each for each, is_wrong in wrong.items() if is_wrong):
-            given = {"reduce_fx": reduce_fx, "sync_dist_group": sync_dist_group}.get(argument, True)
-            raise ConfigError(
-                f"self.log({name!r}, {argument}={given!r}) is not supported: values are means over the examples of "
-                "all ranks. Compute anything else in a torchmetrics.Metric and log that"
-            )
+        options = {"reduce_fx": None if reduce_fx in ("mean", torch.mean) else reduce_fx, "enable_graph": enable_graph,
+                   "sync_dist_group": sync_dist_group, "rank_zero_only": rank_zero_only}  # fmt: skip
+        for option, given in options.items():
+            if given:
+                raise ConfigError(
+                    f"self.log({name!r}, {option}={given!r}) is not supported: values are means over the examples of "
+                    "all ranks. Compute anything else in a torchmetrics.Metric and log that"
+                )
         by_epoch = self._hook not in _OF_STEPS
         is_metric = not isinstance(value, (Tensor, int, float)) and hasattr(value, "compute")
         if is_metric and not by_epoch:
@@ -200,6 +169,8 @@ class Trainer:
             if value.numel() != 1:
                 raise ConfigError(f"self.log({name!r}): a value is a single number, got shape {list(value.shape)}")
             value = value.reshape(())
+            if not by_epoch:
+                self.note(name, value)
         self.values[name] = Logged(value, by_epoch if on_epoch is None else on_epoch, batch_size, sync_dist)
 
     def take(self) -> dict[str, Logged]:
@@ -252,7 +223,7 @@ class Trainer:
         for wrapped, optimizer in zip(self.strategy._lightning_optimizers, self.optimizers, strict=True):
             wrapped._strategy, wrapped.zero_grad = self.strategy, optimizer.zero_grad
         if not module.automatic_optimization:
-            run._engine.strategy.compute_on_bare_module(run.models[self._entry])
+            run._engine.strategy.compute_on_bare_module(run.models[self.entry])
         hooks = ("on_before_optimizer_step", "configure_gradient_clipping")
         if self.gradient_clip_algorithm == "value" or any(map(self.overridden, hooks)):
             run._engine.stepper.before_step = self._before_step
@@ -304,11 +275,9 @@ class Trainer:
             "schedulers": [each.scheduler.state_dict() for each in self.lr_scheduler_configs],
             "callbacks": [each.state_dict() for each in self.callbacks],
             "module": {},
-            "datamodule": {},
+            "datamodule": getattr(self.datamodule, "state_dict", dict)(),
         }
         self.lightning_module.on_save_checkpoint(state["module"])
-        if self.datamodule is not None:
-            state["datamodule"] = getattr(self.datamodule, "state_dict", dict)()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -364,13 +333,6 @@ class _Strategy:
         self._trainer.global_step += stepped
         return returned
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if str(reduce_op).lower() not in ("mean", "avg", "sum"):
-            raise ConfigError(f"strategy.reduce: reduce_op={reduce_op!r} is not supported: use mean or sum")
-        given = torch.as_tensor(tensor)
-        found = torch.tensor(self._trainer.run.gather(given.tolist(), "a reduction"), device=given.device)
-        return found.sum(0) if str(reduce_op).lower() == "sum" else found.to(torch.get_default_dtype()).mean(0)
-
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         run = self._trainer.run
         return run.all(bool(decision)) if all else run.any(bool(decision))
@@ -392,11 +354,6 @@ class _Strategy:
             )
         found = trainer.run.all_gather(tensor[None])
         return found if sync_grads else found.detach()
-
-
-class _Precision:
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         """Clips the gradients of the whole batch."""
@@ -424,5 +381,21 @@ def alike(name: str, found: Sequence[tuple[float, bool]]) -> float:
     return sum(values) / len(values)
 
 
-def _nothing(*arguments: Any) -> None:
+def short_name(name: str, kind: str) -> str:
+    """Returns what a logged value is called in Lockstep, after the kind of data: `val_loss` is val/loss."""
+    starts = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test",)}[kind]
+    found = next((name[len(each) + 1 :] for each in starts if name.startswith((f"{each}_", f"{each}/"))), name)
+    return found or name
+
+
+def transferred(trainer: Trainer, batch: Any) -> Any:
+    """Calls on_after_batch_transfer of the module and of its data."""
+    for each in (trainer.lightning_module, trainer.datamodule):
+        if each is not None and overrides(each, "on_after_batch_transfer"):
+            with trainer.within("on_after_batch_transfer"):
+                batch = each.on_after_batch_transfer(batch, 0)
+    return batch
+
+
+def nothing(*arguments: Any) -> None:
     return None
