@@ -126,6 +126,7 @@ class Kills(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_killed_and_resumed(tmp_path: Path) -> None:
     whole = fitted(Classifier(), tmp_path)
     with pytest.raises(lockstep.WorkerFailed, match="SIGKILL"):
@@ -234,13 +235,14 @@ def test_a_value_of_an_epoch_that_differs_by_rank_is_refused() -> None:
         alike("auc", [(0.5, False), (0.7, False)])
 
 
-def test_a_config_names_module_and_data(tmp_path: Path) -> None:
-    file = lit_modules.__file__
+def test_a_config_names_module_and_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(lit_modules.__file__, tmp_path / "lit_of_config.py")
+    monkeypatch.chdir("/")  # files are named as seen from the config
     config = {
         "task": {
             "type": "lockstep.adapters.lightning:Module",
-            "module": {"type": f"{file}:AutoEncoder", "width": 3},
-            "data": {"type": f"{file}:Digits", "batch_size": 10},
+            "module": {"type": "lit_of_config.py:AutoEncoder", "width": 3},
+            "data": {"type": "lit_of_config.py:Digits", "batch_size": 10},
         },
         "processes": 1, "runtime": "cpu", "train": {"epochs": 2, "batch_size": 10}, "log": {"every": "1 step"},
     }  # fmt: skip
