@@ -82,7 +82,7 @@ class Hooks(Callback):
             raise ConfigError(
                 f"{type(module).__name__}.optimizer_step did not call the closure, which computes the loss"
             )
-        return found[0] if isinstance(found[0], Mapping) else {"loss": found[0]}
+        return found[-1] if isinstance(found[-1], Mapping) else {"loss": found[-1]}
 
     def _logged(self, out: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {"loss": out["loss"]} if "loss" in out else {}

@@ -40,6 +40,7 @@ class Sets:
         trainer.sanity_checking = sanity
         trainer.validating, trainer.testing = not sanity and self._kind == "val", self._kind == "test"
         self._batch, self._is_open, self._metrics = 0, True, {}
+        trainer.let_hooks_be()
         if sanity:
             trainer.start()
         if self._number == 0:

@@ -27,6 +27,8 @@ _OF_STEPS = {
 }  # fmt: skip
 
 
+_STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
+
 # Members of Lightning's Trainer that are computed when they are asked for.
 _ASKED: dict[str, Callable[[Any], Any]] = {
     "training": lambda self: not (self.validating or self.testing or self.predicting or self.sanity_checking),
@@ -209,10 +211,20 @@ class Trainer:
             )
         return self.optimizers
 
+    def let_hooks_be(self) -> None:
+        """Where a strategy has every method gather parameters (fsdp), leaves that to the steps: not all ranks call the
+        same hooks at once."""
+        module = self.lightning_module
+        for name in [each for each in vars(module) if inspect.isfunction(getattr(type(module), each, None))]:
+            if name not in _STEPS:
+                del vars(module)[name]
+        module.log = self.log
+
     def start(self) -> None:
         """Training begins: the model is set up, a resumed run is restored."""
         if not self._has_started:
             self._has_started = True
+            self.let_hooks_be()
             self._wrap_optimizers()
             self.call("on_fit_start")
 
