@@ -6,6 +6,7 @@ SEED =
 LOOPS = 20000
 
 TEST_EXTRAS = examples,tensorboard,profile,notebook,ray,s3,text,metrics,stream,predict,onnx,wandb,mlflow,docs,dev
+TORCH_EXTRAS = $(TEST_EXTRAS),lightning
 TEST_PYTHON = .venv-test/bin/python
 # Tests wait for their processes too often for two at once to keep two cores busy.
 PYTEST = -m pytest --numprocesses 3
@@ -76,7 +77,7 @@ test-all:
 # Both at once, where both are needed: most of it is waiting for downloads, by turns with unpacking.
 both-environments:
 	@scripts/environment test-xla constraints/xla.txt $(TEST_EXTRAS),xla,tpu-plan & other=$$!; \
-	    scripts/environment test constraints/torch.txt $(TEST_EXTRAS); made=$$?; wait $$other && exit $$made
+	    scripts/environment test constraints/torch.txt $(TORCH_EXTRAS); made=$$?; wait $$other && exit $$made
 
 # Compiled once, where PYTHONDONTWRITEBYTECODE would have every process of every test compile them again.
 test-torch: test-environment
@@ -136,7 +137,7 @@ train-environment:
 	@scripts/environment train constraints/torch.txt examples,tensorboard
 
 test-environment:
-	@scripts/environment test constraints/torch.txt $(TEST_EXTRAS)
+	@scripts/environment test constraints/torch.txt $(TORCH_EXTRAS)
 
 xla-environment:
 	@scripts/environment test-xla constraints/xla.txt $(TEST_EXTRAS),xla,tpu-plan

@@ -1,1 +1,1 @@
-"""Tasks made of what others wrote."""
+"""Tasks made of what others wrote: each adapter is a Task, and the core knows nothing of it."""

@@ -142,6 +142,7 @@ KeyPath = tuple[str | int, ...]
 def with_task_located(config: RunConfig, folder: Path, places: Mapping[KeyPath, str], source: str) -> RunConfig:
     """Makes the files of the task and of callbacks absolute, and checks them without importing anything."""
     task = _located(config.task, ("task",), folder, places, source)
+    task = task.model_copy(update={name: _with_files(value, folder) for name, value in task.arguments.items()})
     callbacks = [
         _located(each, ("callbacks", index), folder, places, source) for index, each in enumerate(config.callbacks)
     ]
@@ -163,6 +164,16 @@ def _located(component: Component, at: KeyPath, folder: Path, places: Mapping[Ke
         what = str(at[0]) if len(at) == 1 else f"{at[0]}[{at[1]}]"
         raise ConfigError(f"{place}: {what}: {error}") from None
     return component.model_copy(update={"type": f"{file}:{name}"})
+
+
+def _with_files(value: Any, folder: Path) -> Any:
+    """Returns an argument of the task with `file.py:Name` in it made absolute, where there is such a file."""
+    if isinstance(value, Mapping):
+        return {name: _with_files(each, folder) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_with_files(each, folder) for each in value]
+    file, _, name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    return f"{(folder / file).resolve()}:{name}" if file.endswith(".py") and _exists(folder / file) else value
 
 
 def _require_module(module: str, folder: Path, given: str) -> None:

@@ -108,7 +108,7 @@ class Evaluator:
         collected: list[Collected] = []
 
         def here() -> Any:
-            collected[:] = [whole.begin()] if whole is not None else []
+            collected[:] = [whole.begin(name)] if whole is not None else []
 
             def collect(micro: MicroBatch, batch: Any) -> None:
                 for each in collected:

@@ -134,7 +134,9 @@ class ModelSetup:
 
 
 def _check(model: nn.Module, optimizer: Optimizer | None, precision: str) -> None:
-    if optimizer is not None and not any(parameter.requires_grad for parameter in model.parameters()):
+    if optimizer is not None and not any(
+        each.requires_grad for group in optimizer.param_groups for each in group["params"]
+    ):
         raise ConfigError("the model has no parameter that requires a gradient, so there is nothing to train")
     if precision not in get_args(Precision):
         raise ConfigError(f"run.setup: precision must be one of {', '.join(get_args(Precision))}, got {precision!r}")

@@ -48,7 +48,7 @@ class EpochMetrics:
             name: each.to(self._device) for name, each in require_metrics(task.torchmetrics(), self._name).items()
         }
 
-    def begin(self) -> Collected:
+    def begin(self, name: str = "") -> Collected:
         """Begins a new set."""
         for each in self.metrics.values():
             each.reset()

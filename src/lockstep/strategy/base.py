@@ -93,6 +93,10 @@ class Strategy(abc.ABC):
         give_new_parameters(optimizer, self._replaced)
         move_state(optimizer)
 
+    def compute_on_bare_module(self, model: nn.Module) -> None:  # noqa: B027
+        """The loop calls the bare module in training, not what `place` returned: gradients are exchanged all the same,
+        after every backward pass."""
+
     def copies_of(self, model: nn.Module) -> list[nn.Module]:
         """Returns every replica that this process has of a placed model."""
         return [model]

@@ -82,6 +82,12 @@ class Replica(DistributedDataParallel):
     def _reach(self, parameter: Tensor) -> None:
         self._reached = True
 
+    def average_every_pass(self) -> None:
+        """Averages all gradients after any backward pass, also of one that reaches only some of the parameters."""
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._reach)
+
     def computed(self, last: bool) -> None:
         """Averages what torch does not: of several backward passes after a forward pass, it averages the first.
 
@@ -182,6 +188,10 @@ class DdpStrategy(Strategy):
             replica.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
         self._replicas.append(replica)
         return replica
+
+    def compute_on_bare_module(self, model: nn.Module) -> None:
+        if isinstance(model, Replica):
+            model.average_every_pass()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return collectives.all_gather(tensor, dist.get_rank(), is_leader=True, copies=1)

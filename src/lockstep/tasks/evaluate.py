@@ -39,6 +39,7 @@ EVALUATIONS_FILE = "evaluations.jsonl"  # in the folder of the run that trained 
 def evaluate(run: Run, config: RunConfig, after: After) -> dict[str, Any]:
     """Measures a checkpoint of a run, and adds a line to the run's `evaluations.jsonl`."""
     task = create_task(config.task)
+    task.begin(run, config)
     datasets = data_named(task, config, after.data)
     bring_back(run, task, config, after, datasets.values())
     measure, collate = TaskMeasure(run, task), getattr(task, "collate", None)

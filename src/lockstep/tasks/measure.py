@@ -127,6 +127,9 @@ def _described(value: Any) -> str:
 
 def epoch_metrics_of_task(task: Task, runtime: Runtime) -> EpochMetrics | None:
     """Returns the metrics of whole sets that a task defines, if any."""
+    if (of_adapter := getattr(task, "module_metrics", None)) is not None:  # of a module that computes them itself
+        found: EpochMetrics = of_adapter
+        return found
     wants = [name for name in ("torchmetrics", "epoch_metrics") if defines(task, name)]
     if not wants:
         return None

@@ -53,6 +53,7 @@ class PredictionsFailed(LockstepError):
 def predict(run: Run, config: RunConfig, after: After) -> dict[str, Any]:
     """Writes the predictions of a checkpoint of a run; continues with the parts of an earlier start."""
     task = create_task(config.task)
+    task.begin(run, config)
     require_predict(task, after)
     data = _data(task, config, after)
     count = check_dataset(data, "the data to predict")

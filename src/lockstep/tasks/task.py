@@ -13,12 +13,16 @@ from torch.utils.data import Dataset
 from lockstep.evaluation.means import Mean
 
 if TYPE_CHECKING:
+    from lockstep.config.schema import RunConfig
     from lockstep.engine.run import Run
     from lockstep.tasks.callbacks import Callback
 
 
 class Task(abc.ABC):
     """A model, its data and its loss. Every method runs on every rank; arguments of __init__ come from the config."""
+
+    def begin(self, run: Run, config: RunConfig) -> None:  # noqa: B027
+        """Called first, before the data and the model are asked for: all ranks are there, nothing is restored yet."""
 
     @abc.abstractmethod
     def model(self) -> nn.Module | Mapping[str, nn.Module]:

@@ -41,9 +41,10 @@ logger = logging.getLogger(__name__)
 Datasets = dict[str, Dataset[Any]]
 
 
-def fit(run: Run, config: RunConfig) -> dict[str, Any]:
+def fit(run: Run, config: RunConfig, task: Task | None = None) -> dict[str, Any]:
     """Trains the config's task in this run, from its newest checkpoint if it has one. Returns the outcome."""
-    task = create_task(config.task)
+    task = task or create_task(config.task)
+    task.begin(run, config)
     own = UserCallbacks(own_callbacks(task, config))
     try:
         return _fit(run, config, task, own)

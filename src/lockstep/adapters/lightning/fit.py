@@ -1,0 +1,198 @@
+"""`fit(module, data)`: trains a LightningModule from a program, as `Trainer(...).fit(module, data)` would."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+import lockstep
+from lockstep.adapters.lightning.refused import kind_of, overrides, package_of
+from lockstep.adapters.lightning.task import Module
+from lockstep.adapters.lightning.trainer import short_name
+from lockstep.checkpoint import reader
+from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.config.load import load_python, with_values
+from lockstep.config.schema import Reproducible, RunConfig, RunSettings
+from lockstep.data.source import makes_batches, taken
+from lockstep.engine.run import Run
+from lockstep.errors import ConfigError
+from lockstep.tasks import trainer
+
+_CALLER = "lightning.fit"
+_PRECISIONS = {
+    "32": "float32", "32-true": "float32", "bf16": "bf16", "bf16-mixed": "bf16", "16": "fp16", "16-mixed": "fp16",
+    None: "float32",
+}  # fmt: skip
+
+
+class Loaders:
+    """DataLoaders in the form of a LightningDataModule."""
+
+    def __init__(self, train: Any, val: Any, test: Any) -> None:
+        self._train, self._val, self._test = train, val, test
+
+    def train_dataloader(self) -> Any:
+        return self._train
+
+    def val_dataloader(self) -> Any:
+        return self._val
+
+    def test_dataloader(self) -> Any:
+        return self._test
+
+
+def fit(
+    module: Any,
+    data: Any = None,
+    val_dataloaders: Any = None,
+    test_dataloaders: Any = None,
+    *,
+    max_epochs: int | None = None,
+    max_steps: int = -1,
+    callbacks: Any = (),
+    gradient_clip_val: float | None = None,
+    gradient_clip_algorithm: str = "norm",
+    accumulate_grad_batches: int = 1,
+    check_val_every_n_epoch: int | None = 1,
+    val_check_interval: int | float | None = None,
+    precision: Any = None,
+    processes: int | str = "auto",
+    out: str | Path = "runs",
+    folder: str | Path | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Trains a LightningModule on a LightningDataModule or on DataLoaders. Returns status, metrics, best and folder.
+
+    The arguments before `processes` are those of Lightning's Trainer; further settings are those of the config, such as
+    `seed=1`, `strategy="fsdp"` or `log={"wandb": {}}`. The batch size of a loader is that of all processes together.
+    """
+    given = [callbacks] if not isinstance(callbacks, (list, tuple)) else list(callbacks)
+    own = module.configure_callbacks()
+    every = [*given, *(own if isinstance(own, (list, tuple)) else [own])]
+    package_of(module)
+    epochs = None if max_epochs in (None, -1) else max_epochs
+    steps = None if max_steps == -1 else max_steps
+    if epochs is None and steps is None:
+        raise ConfigError(f"{_CALLER}: how long? Give max_epochs or max_steps")
+    unknown = [name for name in settings if name not in RunConfig.model_fields and name != "validate"]
+    if unknown:
+        raise ConfigError(
+            f"{_CALLER}: {unknown[0]} is not supported. There are max_epochs, max_steps, callbacks, gradient_clip_val, "
+            "gradient_clip_algorithm, accumulate_grad_batches, check_val_every_n_epoch, val_check_interval, precision, "
+            f"processes, out, folder, and of the config {', '.join(RunConfig.model_fields)}"
+        )
+    if precision not in _PRECISIONS and str(precision) not in _PRECISIONS:
+        raise ConfigError(f"{_CALLER}: precision={precision!r}: use {', '.join(map(str, _PRECISIONS))}")
+    if gradient_clip_algorithm not in ("norm", "value"):
+        raise ConfigError(f"{_CALLER}: gradient_clip_algorithm={gradient_clip_algorithm!r}: use norm or value")
+    clips_itself = gradient_clip_algorithm == "value" or overrides(module, "configure_gradient_clipping")
+    if gradient_clip_val is not None and not module.automatic_optimization:
+        raise ConfigError(
+            f"{_CALLER}: gradient_clip_val={gradient_clip_val} with manual optimization: call self.clip_gradients in "
+            "training_step"
+        )
+    train = {
+        "epochs": epochs, "steps": steps, "accumulate": accumulate_grad_batches,
+        "clip_norm": None if clips_itself else gradient_clip_val,
+        "precision": _PRECISIONS.get(precision, _PRECISIONS.get(str(precision))),
+        **settings.pop("train", {}),
+    }  # fmt: skip
+    config = load_python(
+        {
+            "task": {"type": "lockstep.adapters.lightning:Module"}, "processes": processes, "train": train,
+            "validate": {"every": _every(check_val_every_n_epoch, val_check_interval), **settings.pop("validate", {})},
+            "checkpoint": _merged(_checkpoint(every), settings.pop("checkpoint", {})), **settings,
+        }, {}, _CALLER,
+    )  # fmt: skip
+    plain = config.plain()
+    launched = {name: plain[name] for name in RunSettings.model_fields if name not in ("train", "processes")}
+    launched["train"] = {name: plain["train"][name] for name in Reproducible.model_fields}
+    launched["checkpoint"] = {name: each for name, each in plain["checkpoint"].items() if name != "every"}
+    if isinstance(data, DataLoader) or val_dataloaders is not None or test_dataloaders is not None:
+        data = Loaders(data, val_dataloaders, test_dataloaders)
+    clips = (gradient_clip_val, gradient_clip_algorithm) if clips_itself else (None, None)
+    main = functools.partial(_train, module, data, given, config, clips)
+    main.__name__ = type(module).__name__.lower()  # type: ignore[attr-defined]
+    outcome: dict[str, Any] = lockstep.launch(main, processes, out=out, folder=folder, **launched)[0]
+    saved = Path(outcome["folder"]) / "checkpoints"
+    if outcome["world_size"] > 1 and saved.is_dir():
+        _load(module, saved, outcome["step"])
+    for each in every:
+        if kind_of(each) == "ModelCheckpoint" and outcome["best"] is not None:
+            each.best_model_path = str(saved / f"step-{outcome['best']['step']:08d}")
+            each.best_model_score = outcome["best"]["value"]
+    return outcome
+
+
+def _train(
+    module: Any, data: Any, callbacks: Sequence[Any], config: RunConfig, clips: tuple[Any, Any], run: Run
+) -> dict[str, Any]:
+    """Trains on one rank."""
+    task = Module(module, data, callbacks)
+    task.accumulates, task.clips, task.is_given = config.train.accumulate, clips, True
+    task.begin(run, config)
+    loader = task.loader("train_dataloader")
+    sizes = {}
+    if makes_batches(loader):
+        size = taken(loader, config.seed).batch_size
+        sizes = {"train.batch_size": size * config.train.accumulate, "data.drop_last": bool(loader.drop_last)}
+    val = task.loader("val_dataloader")
+    first = val[0] if isinstance(val, (list, tuple)) and val else val
+    if makes_batches(first):
+        sizes["validate.batch_size"] = taken(first, config.seed, False).batch_size
+    found = trainer.fit(run, with_values(config, sizes), task)
+    return {**found, "folder": str(run.folder), "world_size": run.world_size, "step": run.progress.step}
+
+
+def _load(module: Any, saved: Path, step: int) -> None:
+    """Gives the module of this process what the ranks have trained."""
+    loaded = reader.read(CheckpointStorage(saved), step)
+    try:
+        several = len(loaded.state["models"]) > 1
+        weights = {name.removeprefix("module.") if several else name: each for name, each in loaded.model.items()}
+        module.load_state_dict(weights)
+    finally:
+        loaded.close()
+
+
+def _every(epochs: int | None, interval: int | float | None) -> str:
+    if isinstance(interval, int) and interval != 1:
+        return f"{interval} steps"
+    if interval not in (None, 1.0):
+        raise ConfigError(f"{_CALLER}: val_check_interval={interval}: give a number of steps, as an int")
+    return f"{epochs or 1} epochs"
+
+
+def _checkpoint(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """Returns the settings that a ModelCheckpoint stands for."""
+    found = [each for each in callbacks if kind_of(each) == "ModelCheckpoint"]
+    if not found:
+        return {}
+    if len(found) > 1:
+        raise ConfigError("callbacks: several ModelCheckpoint are not supported: keep one")
+    (each,) = found
+    wrong = {
+        "dirpath": each.dirpath is not None, "filename": each.filename is not None,
+        "save_weights_only": each.save_weights_only, "train_time_interval": each._train_time_interval is not None,
+        "save_top_k=-1": each.save_top_k == -1, "save_on_exception": getattr(each, "save_on_exception", False),
+    }  # fmt: skip
+    for name in (name for name, is_given in wrong.items() if is_given):
+        raise ConfigError(
+            f"callbacks: ModelCheckpoint({name}) is not supported: checkpoints are whole, and in the run's folder"
+        )
+    steps, epochs = each._every_n_train_steps, each._every_n_epochs
+    keep: dict[str, Any] = {"best": 0}
+    if each.monitor is not None and each.save_top_k > 0:
+        kind = "train" if each.monitor.startswith("train") else "val"
+        last = short_name(each.monitor, kind)
+        keep = {"best": each.save_top_k, "mode": each.mode,
+                "metric": f"val/{last}" if kind == "val" else f"train/epoch_{last}"}  # fmt: skip
+    return {"every": f"{steps} steps" if steps else f"{epochs or 1} epochs", "keep": keep}
+
+
+def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    return {**one, **other, **({"keep": {**one.get("keep", {}), **other.get("keep", {})}} if one or other else {})}

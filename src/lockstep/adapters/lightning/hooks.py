@@ -1,0 +1,160 @@
+"""Computes the batches of a LightningModule, and calls the hooks of training in Lightning's order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.adapters.lightning.refused import overrides
+from lockstep.adapters.lightning.sets import Sets
+from lockstep.adapters.lightning.trainer import Trainer, alike, nothing, short_name, transferred
+from lockstep.engine.run import Run
+from lockstep.errors import ConfigError
+from lockstep.evaluation.means import Mean
+from lockstep.tasks.callbacks import Callback
+
+
+class Hooks(Callback):
+    """Calls the hooks of training, and computes a batch."""
+
+    def __init__(self, trainer: Trainer, sets: Sets) -> None:
+        self._trainer, self._sets = trainer, sets
+        self._micro = 0  # micro-batches of the current step so far
+        self._epoch_of: set[str] = set()  # names that were logged in training_step with on_epoch
+        self._by_step: set[str] = set()
+        trainer.hooks = self
+
+    def before_training(self, run: Run) -> None:
+        trainer = self._trainer
+        trainer.start()
+        trainer.call("on_train_start")
+
+    def train(self, batch: Any) -> dict[str, Any]:
+        """Computes a micro-batch, and steps where it completes the batch. Returns what was logged."""
+        trainer, run = self._trainer, self._trainer.run
+        batch_idx = run.progress.batch * trainer.accumulate_grad_batches + self._micro
+        if batch_idx == 0:
+            trainer.call("on_train_epoch_start")
+        batch, complete = transferred(trainer, batch), run.completes_batch
+        if trainer.call("on_train_batch_start", batch, batch_idx) == -1:
+            raise ConfigError("on_train_batch_start returned -1, to skip the rest of an epoch: that is not supported")
+        automatic = trainer.lightning_module.automatic_optimization
+        out = self._automatic(batch, batch_idx, complete) if automatic else self._manual(batch, batch_idx)
+        self._micro = 0 if complete else self._micro + 1
+        if complete:
+            trainer.step_schedulers("step", False, batch_idx)
+        shown = {**out, "loss": out["loss"] / trainer.accumulate_grad_batches} if automatic else out  # as in Lightning
+        trainer.call("on_train_batch_end", shown, batch, batch_idx)
+        return self._logged(out if automatic else {})
+
+    def _manual(self, batch: Any, batch_idx: int) -> Any:
+        return _detached(self._trainer.call_step("training_step", batch, batch_idx))
+
+    def _automatic(self, batch: Any, batch_idx: int, complete: bool) -> Any:
+        trainer, optimizer = self._trainer, self._trainer.optimizers[0]
+        module, found = trainer.lightning_module, list[Any]()
+
+        def closure() -> Tensor:
+            returned = trainer.call_step("training_step", batch, batch_idx)
+            loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+            if not isinstance(loss, Tensor):
+                raise ConfigError(
+                    f"{type(module).__name__}.training_step returned {'None' if returned is None else repr(returned)}: "
+                    "return the loss, or a mapping with 'loss'; no batch can be skipped"
+                )
+            if not self._micro:
+                trainer.call("on_before_zero_grad", optimizer)
+                if overrides(module, "optimizer_zero_grad"):
+                    module.optimizer_zero_grad(trainer.current_epoch, batch_idx, optimizer)
+            trainer.strategy.backward(loss, optimizer)
+            found.append(_detached(returned))
+            return loss.detach()
+
+        if complete:
+            with trainer.within("optimizer_step"):
+                wrapped = trainer.strategy._lightning_optimizers[0]
+                module.optimizer_step(trainer.current_epoch, batch_idx, wrapped, closure)
+        else:
+            trainer.strategy.optimizer_step(optimizer, closure)
+        if not found:
+            raise ConfigError(
+                f"{type(module).__name__}.optimizer_step did not call the closure, which computes the loss"
+            )
+        return found[-1] if isinstance(found[-1], Mapping) else {"loss": found[-1]}
+
+    def _logged(self, out: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {"loss": out["loss"]} if "loss" in out else {}
+        trainer, whole = self._trainer, dict[str, str]()
+        for name, logged in trainer.take().items():
+            (self._epoch_of if logged.on_epoch else self._by_step).add(name)
+            short = short_name(name, "train")
+            if whole.setdefault(short, name) != name:
+                raise ConfigError(f"self.log: {name!r} and {whole[short]!r} are both train/{short}: rename one of them")
+            size = logged.batch_size
+            found[short] = logged.value if size is None else Mean(logged.value.double() * size, float(size))
+        return found
+
+    def after_validation(self, run: Run, metrics: dict[str, Any]) -> str | None:
+        trainer = self._trainer
+        for name in self._epoch_of:
+            kind, _, last = f"train/{short_name(name, 'train')}".rpartition("/")
+            value = metrics.get(f"{kind}/epoch_{last}")
+            if value is not None:
+                for each in (name, f"{name}_epoch"):
+                    trainer.note(each, value)
+        for name, value in self._sets.names_of(metrics).items():
+            trainer.note(name, value)
+        if any(each.startswith("val/") for each in metrics):
+            trainer.validating = True
+            trainer.call("on_validation_end")
+            trainer.validating = False
+        return self._stop()
+
+    def after_epoch(self, run: Run) -> str | None:
+        trainer = self._trainer
+        for name in sorted(self._by_step - self._epoch_of):  # of the last batch: the same on all ranks
+            given = run.gather((float(trainer.callback_metrics[name]), True), f"the logged {name}")
+            if run.world_size > 1:
+                trainer.note(name, alike(name, given))
+        last = int(trainer.num_training_batches) - 1 if trainer.num_training_batches != float("inf") else 0
+        trainer.step_schedulers("epoch", False, last)
+        trainer.call("on_train_epoch_end")
+        logged = {name: trainer.agreed(name, each) for name, each in trainer.take().items()}
+        for name, value in logged.items():
+            trainer.note(name, value)
+        if logged:
+            run.log(**{f"train/{short_name(name, 'train')}": value for name, value in logged.items()})
+        trainer.step_schedulers("epoch", True, last)
+        return self._stop()
+
+    def _stop(self) -> str | None:
+        return "self.trainer.should_stop was set" if self._trainer.should_stop else None
+
+    def after_step(self, run: Run) -> None:
+        if self._trainer.should_stop:
+            run.stop("self.trainer.should_stop was set")
+
+    def after_training(self, run: Run, metrics: dict[str, Any]) -> None:
+        for hook in ("on_train_end", "on_fit_end"):
+            self._trainer.call(hook)
+        getattr(self._trainer.datamodule, "teardown", nothing)("fit")
+        self._trainer.call("teardown", "fit")
+
+    def after_exception(self, run: Run, error: Exception) -> None:
+        self._trainer.call("on_exception", error)
+
+    def state_dict(self) -> dict[str, Any]:
+        names = {"epoch_of": sorted(self._epoch_of), "by_step": sorted(self._by_step)}
+        return {**self._trainer.state_dict(), "names": names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._trainer.load_state_dict(state)
+        self._epoch_of, self._by_step = set(state["names"]["epoch_of"]), set(state["names"]["by_step"])
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    return {name: _detached(each) for name, each in value.items()} if isinstance(value, Mapping) else value

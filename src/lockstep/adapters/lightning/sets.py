@@ -1,0 +1,142 @@
+"""Measures validation and test data with the steps of a LightningModule: every example counts once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lockstep.adapters.lightning.trainer import Trainer, alike, short_name
+from lockstep.errors import ConfigError
+from lockstep.evaluation.means import BatchMean, Mean, evaluating
+from lockstep.evaluation.metric_states import computed, plain, require_metrics, states_of
+
+_STEPS = {"val": "validation_step", "test": "test_step"}
+
+
+class Sets:
+    """Calls the steps and hooks of one set of data after the other.
+
+    It takes the place of EpochMetrics: `begin` and `part` enclose a set on every rank, `computed` is called on rank 0.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._kind, self._number, self._batch, self._is_open = "val", 0, 0, False
+        self._metrics: dict[str, Any] = {}  # torchmetrics objects that were logged, by short name
+        self._called: dict[str, str] = {}  # what the module calls a value, by its full name here
+
+    def begin(self, name: str = "") -> Sets:
+        """Begins a set: `validation`, `test`, or `validation of 1`."""
+        kind, _, number = name.partition(" of ")
+        self._kind, self._number = ("test" if kind == "test" else "val"), int(number or 0)
+        self._open(sanity=False)
+        return self
+
+    def _open(self, sanity: bool) -> None:
+        trainer, hooks = self._trainer, self._word
+        trainer.sanity_checking = sanity
+        trainer.validating, trainer.testing = not sanity and self._kind == "val", self._kind == "test"
+        self._batch, self._is_open, self._metrics = 0, True, {}
+        trainer.let_hooks_be()
+        if sanity:
+            trainer.start()
+        if self._number == 0:
+            trainer.call(f"on_{hooks}_start")
+            trainer.call(f"on_{hooks}_epoch_start")
+
+    @property
+    def _word(self) -> str:
+        return "validation" if self._kind == "val" else "test"
+
+    @property
+    def _count(self) -> int:
+        """How many sets there are of this kind."""
+        loaders = self._trainer.num_val_batches if self._kind == "val" else self._trainer.num_test_batches
+        return max(1, len(loaders))
+
+    def measure(self, batch: Any) -> dict[str, Any]:
+        """Returns what the module logs of a batch, as means over its examples."""
+        trainer = self._trainer
+        if not self._is_open:  # the first batch is tried before training
+            self._kind, self._number = "val" if trainer.num_val_batches else "test", 0
+            self._open(sanity=True)
+        index = self._number if self._count > 1 else None
+        where = (batch, self._batch, self._number)
+        trainer.call(f"on_{self._word}_batch_start", *where)
+        out = trainer.call_step(_STEPS[self._kind], batch, self._batch, index)
+        trainer.call(f"on_{self._word}_batch_end", out, *where)
+        self._batch += 1
+        found: dict[str, Any] = {}
+        for name, logged in trainer.take().items():
+            short = self._short(name)
+            if hasattr(logged.value, "compute"):
+                self._metrics[short] = logged.value
+            elif logged.batch_size is None:
+                found[short] = BatchMean(logged.value)
+            else:
+                found[short] = Mean(logged.value.double() * logged.batch_size, float(logged.batch_size))
+        return found
+
+    def _short(self, name: str) -> str:
+        short = short_name(name, self._kind)
+        several = self._count > 1
+        full = f"{self._kind}/{self._number}/{short}" if several else f"{self._kind}/{short}"
+        shown = f"{name}/dataloader_idx_{self._number}" if several else name
+        if self._called.setdefault(full, shown) != shown:
+            raise ConfigError(f"self.log: {name!r} and {self._called[full]!r} are both {full}: rename one of them")
+        return short
+
+    def part(self) -> dict[str, Any]:
+        """Ends a set. Returns what this rank has for `computed`."""
+        trainer = self._trainer
+        trainer.take()
+        logged: dict[str, Any] = {}
+        # A metric that is reset clears its lists in place.
+        states = {
+            name: [{key: copy.copy(state) for key, state in part.items()} for part in states_of(each)]
+            for name, each in self._metrics.items()
+        }
+        if self._number == self._count - 1:
+            with torch.no_grad(), evaluating([trainer.lightning_module]):
+                trainer.call(f"on_{self._word}_epoch_end")
+            for name, each in trainer.take().items():
+                value = each.value.compute() if hasattr(each.value, "compute") else each.value
+                logged[self._short(name)] = [float(value), each.sync_dist]
+            if self._kind == "test":
+                trainer.call("on_test_end")
+        for each in self._metrics.values():
+            each.reset()
+        self._is_open = trainer.sanity_checking = trainer.validating = trainer.testing = False
+        return {"states": states, "logged": logged}
+
+    def computed(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Computes from what all ranks found."""
+        found = {}
+        for name, metric in self._metrics.items():
+            apart = require_metrics({name: copy.deepcopy(metric)}, "self.log")[name]
+            found[name] = plain(computed(apart, [part["states"].get(name, []) for part in parts]), name)
+        for name in parts[0]["logged"]:
+            found[name] = alike(name, [tuple(part["logged"][name]) for part in parts])
+        return found
+
+    def names_of(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns metrics by the names that the module has for them."""
+        return {self._called.get(name, name): value for name, value in metrics.items()
+                if name.startswith("val/") and not isinstance(value, list)}  # fmt: skip
+
+    # What else EpochMetrics has
+
+    def take(self, micro: Any, outputs: Any) -> None:
+        """The step has kept what it needs."""
+
+    def check(self, outputs: Any, length: int) -> None:
+        """There are no outputs."""
+
+    def real(self, outputs: Any, rows: Any, length: int) -> dict[str, Any]:
+        return {}
+
+    def tried(self, outputs: Any) -> dict[str, Any]:
+        return self.computed([self.part()])

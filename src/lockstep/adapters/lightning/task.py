@@ -1,0 +1,269 @@
+"""A LightningModule and its data as a Task."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep.adapters.lightning.hooks import Hooks
+from lockstep.adapters.lightning.refused import called, kind_of, overrides, package_of, require_supported
+from lockstep.adapters.lightning.sets import Sets
+from lockstep.adapters.lightning.trainer import Trainer, nothing, transferred
+from lockstep.config.objects import construct, import_object
+from lockstep.config.schema import RunConfig
+from lockstep.data.source import makes_batches, taken
+from lockstep.data.stream_reader import is_stream
+from lockstep.engine.models import DEFAULT
+from lockstep.engine.run import Run
+from lockstep.errors import ConfigError
+from lockstep.tasks.callbacks import Callback
+from lockstep.tasks.schedules import run_length
+from lockstep.tasks.task import Task
+
+logger = logging.getLogger(__name__)
+
+
+class Module(Task):
+    """Trains a LightningModule. In a config: `task: {type: lockstep.adapters.lightning:Module, module: my.py:LitModel,
+    data: my.py:LitData}`; a mapping with `type` has arguments of the class beside it."""
+
+    def __init__(self, module: Any, data: Any = None, callbacks: Sequence[Any] = ()) -> None:
+        self._given = module, data, callbacks
+        self._trainer: Trainer | None = None
+        self.accumulates = 1  # batches of the DataLoader that a step adds up, as fit(accumulate_grad_batches=...) says
+        self.clips: tuple[float | None, str | None] = None, None  # by value, or in configure_gradient_clipping
+        self._loaders: dict[str, Any] = {}
+        self.is_given = False  # by fit, which has made a config of ModelCheckpoint
+
+    # The beginning
+
+    def begin(self, run: Run, config: RunConfig) -> None:
+        if self._trainer is not None:
+            self._trainer.config = config
+            return
+        given, data, callbacks = self._given
+        module, datamodule = _made(given, "task.module"), _made(data, "task.data")
+        package_of(module)
+        own = module.configure_callbacks()
+        every = [_made(each, f"task.callbacks[{index}]") for index, each in enumerate(callbacks)]
+        every += own if isinstance(own, (list, tuple)) else [own]
+        every = [each for each in every if not (self.is_given and kind_of(each) == "ModelCheckpoint")]
+        require_supported(module, datamodule, every)
+        if overrides(module, "configure_gradient_clipping") and config.train.clip_norm is not None:
+            raise ConfigError(
+                f"train.clip_norm: {config.train.clip_norm:g}, but {type(module).__name__} clips in "
+                "configure_gradient_clipping: remove one of them"
+            )
+        trainer = self._trainer = Trainer(module, datamodule, called(every), run, config)
+        if self.clips[0] is not None:
+            trainer.gradient_clip_val, trainer.gradient_clip_algorithm = self.clips
+        self.loads = _loads_data(datamodule, module)
+        for each in (datamodule, module):
+            if each is not None and overrides(each, "prepare_data"):
+                with run.working("prepare_data", run._engine.settings.timeouts.collective):
+                    run.agree(each.prepare_data, "prepare_data")
+                    place = run._engine.topology.place
+                    if place.host and not place.local_rank:  # once on every other host, too
+                        each.prepare_data()
+                run.barrier("the end of prepare_data")
+        getattr(datamodule, "setup", nothing)("fit")
+        trainer.call("setup", "fit")
+        self.module_metrics = Sets(trainer)
+
+    @property
+    def trainer(self) -> Trainer:
+        if self._trainer is None:
+            raise RuntimeError("a LightningModule is made on the ranks")
+        return self._trainer
+
+    # Model and optimizers
+
+    def model(self) -> nn.Module | Mapping[str, nn.Module]:
+        """The module; of several optimizers, each but the first has an entry without parameters."""
+        trainer = self.trainer
+        if trainer.train_dataloader is None:  # of which optimizers may want the length
+            self.train_data()
+        trainer.lightning_module.configure_model()
+        optimizers = trainer.configure()
+        strategy = trainer.run._engine.strategy
+        manual = not trainer.lightning_module.automatic_optimization
+        if manual and not (trainer.world_size == 1 or (strategy.has_replicas and not strategy.leaves)):
+            raise ConfigError(f"strategy: {strategy.name} cannot be used with manual optimization: use ddp")
+        if manual and trainer.accumulate_grad_batches > 1:
+            raise ConfigError("train.accumulate: with manual optimization, the module has to accumulate: set it to 1")
+        trainer.entry = DEFAULT if len(optimizers) == 1 else _entry(0)
+        if len(optimizers) == 1:
+            return trainer.lightning_module  # type: ignore[no-any-return]
+        return {
+            _entry(index): trainer.lightning_module if index == 0 else nn.Module() for index in range(len(optimizers))
+        }
+
+    def optimizer(self, model: Any) -> Any:
+        made = self.trainer.optimizers
+        return made[0] if len(made) == 1 else {_entry(index): each for index, each in enumerate(made)}
+
+    def callbacks(self) -> Sequence[Callback]:
+        return [] if self._trainer is None else [Hooks(self._trainer, self.module_metrics)]
+
+    # Data
+
+    def loader(self, name: str) -> Any:
+        """Returns what `train_dataloader` and so on return, asked once: a loader belongs to its generator."""
+        if name not in self._loaders:
+            self._loaders[name] = getattr(self.loads, name)() if overrides(self.loads, name) else None
+        return self._loaders[name]
+
+    def train_data(self) -> Any:
+        trainer = self.trainer
+        loader: Any = self.loader("train_dataloader")
+        trainer.train_dataloader = loader
+        if not hasattr(loader, "__getitem__") and not isinstance(loader, (DataLoader, Dataset)):
+            raise ConfigError(
+                f"task.data: train_dataloader returned a {type(loader).__name__}: return one DataLoader; several "
+                "become one by a dataset that has examples of each"
+            )
+        config, length = trainer.config, None
+        if not is_stream(getattr(loader, "dataset", loader)):
+            source: Any = taken(loader, config.seed) if makes_batches(loader) else None
+            length = len(loader) if source is None else source.order.length
+            if source is not None and self.accumulates > 1:
+                loader = self._several_batches(source)
+        whole = run_length(config, length)
+        if whole.steps_per_epoch is not None:
+            trainer.num_training_batches = whole.steps_per_epoch * config.train.accumulate
+        trainer.estimated_stepping_batches = float("inf") if whole.steps is None else whole.steps
+        return loader
+
+    def _several_batches(self, source: Any) -> Any:
+        """Has a step take several batches of a DataLoader, in its order."""
+        if source.drop_last and source.order.length % (source.batch_size * self.accumulates):
+            raise ConfigError("accumulate_grad_batches: drop_last leaves out part of a step: set it to false")
+        if source.collate is not None:
+            vars(self)["collate"] = source.collate
+
+        def order(epoch: int, seed: int, count: int) -> Any:
+            import numpy as np
+
+            return source.order.at(epoch, np.arange(source.order.length))
+
+        vars(self).update(order=order, order_repeats=True)
+        return source.dataset
+
+    def val_data(self) -> Any:
+        found, self.trainer.val_dataloaders = self._measured("val_dataloader", "validation_step")
+        self.trainer.num_val_batches = _lengths(self.trainer.val_dataloaders)
+        return found
+
+    def test_data(self) -> Any:
+        found, loaders = self._measured("test_dataloader", "test_step")
+        self.trainer.num_test_batches = _lengths(loaders)
+        return found
+
+    def _measured(self, name: str, step: str) -> tuple[Any, Any]:
+        """Returns the data of a set, or of several by number, and the loaders that it comes from."""
+        made = self.loader(name)
+        if made is None or not overrides(self.trainer.lightning_module, step):
+            return None, None
+        several = made.values() if isinstance(made, Mapping) else made if isinstance(made, (list, tuple)) else [made]
+        loaders = list(several)
+        if not loaders:
+            return None, None
+        sets = {str(index): self._examples(each) for index, each in enumerate(loaders)}
+        return (sets["0"] if len(sets) == 1 else sets), made
+
+    def _examples(self, loader: Any) -> Any:
+        if not makes_batches(loader):
+            return loader
+        source = taken(loader, self.trainer.config.seed, False)
+        if is_stream(source.dataset):
+            return loader
+        mine, trained = source.collate, vars(self).get("collate", vars(self).get("_collate_of_loader"))
+        if mine == trained:
+            return source.examples
+        vars(self)["collate"] = _Collate(trained)
+        return _Examples(source.examples, mine)
+
+    def predict_data(self, input: str) -> Any:
+        if input != "predict_dataloader":
+            raise ConfigError(f"--input {input}: the data of a LightningModule is --input predict_dataloader")
+        return self._examples(self.loader("predict_dataloader"))
+
+    # Steps
+
+    def training_step(self, run: Run, batch: Any) -> Mapping[str, Any]:
+        return self.trainer.hooks.train(batch)  # type: ignore[no-any-return]
+
+    def evaluate_step(self, model: Any, batch: Any) -> Any:
+        return self.module_metrics.measure(transferred(self.trainer, batch)), {}
+
+    def predict(self, model: Any, batch: Any) -> Mapping[str, Any]:
+        trainer = self.trainer
+        trainer.predicting = True
+        found = trainer.call_step("predict_step", transferred(trainer, batch), 0)
+        return found if isinstance(found, Mapping) else {"prediction": found}
+
+
+def _made(given: Any, path: str) -> Any:
+    """Makes an object that a config names; an object is used as it is."""
+    if isinstance(given, str):
+        given = {"type": given}
+    if not isinstance(given, Mapping):
+        return given
+    if "type" not in given:
+        raise ConfigError(f"{path}: has no type: name the class, such as {{type: my.py:LitModel}}")
+    arguments = copy.deepcopy(dict(given))
+    return construct(import_object(arguments.pop("type"), path), arguments, path)
+
+
+def _loads_data(datamodule: Any, module: Any) -> Any:
+    """Returns what has train_dataloader: the data, or the module itself."""
+    found = module if datamodule is None else datamodule
+    if not overrides(found, "train_dataloader"):
+        raise ConfigError(
+            f"task.data: {type(found).__name__} does not define train_dataloader: name a LightningDataModule"
+        )
+    return found
+
+
+def _entry(index: int) -> str:
+    return "module" if index == 0 else f"optimizer {index + 1}"
+
+
+def _lengths(loaders: Any) -> list[int]:
+    several = loaders if isinstance(loaders, (list, tuple)) else [] if loaders is None else [loaders]
+    return [len(each) for each in several if hasattr(each, "__len__")]
+
+
+class _Examples(Dataset[Any]):
+    """Examples that bring their collate_fn, where it is not that of the training data."""
+
+    def __init__(self, dataset: Any, collate: Any) -> None:
+        self._dataset, self._collate = dataset, collate
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return _Example(self._dataset[index], self._collate)
+
+
+class _Example:
+    def __init__(self, example: Any, collate: Any) -> None:
+        self.example, self.collate = example, collate
+
+
+class _Collate:
+    def __init__(self, otherwise: Any) -> None:
+        self._otherwise = otherwise
+
+    def __call__(self, examples: list[Any]) -> Any:
+        collate = self._otherwise
+        if isinstance(examples[0], _Example):
+            collate, examples = examples[0].collate, [each.example for each in examples]
+        return (collate or torch.utils.data.default_collate)(examples)
