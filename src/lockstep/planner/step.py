@@ -246,7 +246,9 @@ LONG = RunLength(10**9, 10**6)
 def quiet(config: RunConfig, **more: Any) -> RunConfig:
     """Returns a config that logs, saves and profiles nothing."""
     log = Log(every=Interval(10**9, "step"))
-    return config.model_copy(update={"log": log, "checkpoint": Checkpoint(every=None, save="all"), "profile": None, **more})
+    return config.model_copy(
+        update={"log": log, "checkpoint": Checkpoint(every=None, save="all"), "profile": None, **more}
+    )
 
 
 @contextlib.contextmanager

@@ -94,8 +94,7 @@ class Strategy(abc.ABC):
         move_state(optimizer)
 
     def compute_on_bare_module(self, model: nn.Module) -> None:  # noqa: B027
-        """The loop calls the bare module in training, not what `place` returned: gradients are exchanged all the same,
-        after every backward pass."""
+        """Exchanges gradients although the loop calls the bare module in training, and not what `place` returned."""
 
     def copies_of(self, model: nn.Module) -> list[nn.Module]:
         """Returns every replica that this process has of a placed model."""

@@ -109,11 +109,8 @@ class Task(abc.ABC):
         return None
 
     def scheduler(self, optimizer: Any) -> Any:
-        """Used where the config names no scheduler. One for each optimizer, where there are several.
-
-        Defined as scheduler(self, optimizer, total_steps), it is given the number of steps. It is stepped every epoch;
-        to step it otherwise, return lockstep.Schedule(scheduler, every="1 step").
-        """
+        """Used where the config names no scheduler; one for each optimizer. Defined as scheduler(self, optimizer,
+        total_steps), it is given the number of steps. It is stepped every epoch, or as lockstep.Schedule says."""
         return None
 
     def shard_rules(self) -> dict[str, Any]:
@@ -125,13 +122,11 @@ class Task(abc.ABC):
         raise NotImplementedError
 
     def init_weights(self, module: nn.Module) -> None:
-        """For a model that is made on the meta device, because it fits into no host's memory: called for every module
-        that has parameters, to give them values. Without it, each module's `reset_parameters` is called."""
+        """Gives values to a module of a model that was made on the meta device; by default `reset_parameters` does."""
         raise NotImplementedError
 
     def should_stop(self, metrics: dict[str, float]) -> str | None:
-        """A reason to end training on all ranks, for instance that a trial is pruned; asked on rank 0, after every
-        validation."""
+        """A reason to end training on all ranks, or None; asked on rank 0, after every validation."""
         return None
 
     def callbacks(self) -> Sequence[Callback]:
@@ -139,8 +134,7 @@ class Task(abc.ABC):
         return ()
 
     def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
-        """For `lockstep predict`: columns by name, each with one value per example of the batch: a tensor whose first
-        dimension is the batch, or a list of numbers or texts."""
+        """For `lockstep predict`: columns by name, each a tensor or a list with one value per example of the batch."""
         raise NotImplementedError
 
     def predict_data(self, input: str) -> Dataset[Any]:
@@ -148,8 +142,7 @@ class Task(abc.ABC):
         raise NotImplementedError
 
     def example_inputs(self) -> Any:
-        """For `lockstep export`: what the model is called with, a tuple of arguments or a mapping by name. Where not
-        defined, it is taken from the first batch."""
+        """For `lockstep export`: the model's arguments, a tuple or a mapping by name; by default of the first batch."""
         raise NotImplementedError
 
     # A task may define collate(examples) to build batches in its own way.
