@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import runtime
-from lockstep.config.objects import import_object
+from lockstep.config.objects import import_object, source_of
 from lockstep.config.plain import finite
 from lockstep.config.schema import RunConfig, RunSettings
 from lockstep.distributed.activity import LEFT, Activity
@@ -62,7 +62,7 @@ def train(
     On every rank, `opened` is called with the run's folder, and `ended` with the summary that rank 0 wrote.
     """
     with exit_is_failure(), Rank(config, topology) as rank:
-        rank.join(lambda: import_object(config.task.type, "task"))
+        rank.join(lambda: import_object(source_of(config.task), "task"))
         run = rank.open(make_folder, True, prepare, held=topology.watched)
         opened(run.folder)
         try:

@@ -33,7 +33,9 @@ from conftest import Project
 from lockstep.adapters.lightning import fit
 from lockstep.adapters.lightning.trainer import alike
 from lockstep.cli import main
+from lockstep.config.load import load
 from lockstep.errors import ConfigError
+from lockstep.launchers.ssh.code import Code
 
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
 
@@ -250,6 +252,11 @@ def test_a_config_names_module_and_data(tmp_path: Path, monkeypatch: pytest.Monk
     outcome = lockstep.train(tmp_path / "config.yaml", out=tmp_path / "runs")
     direct = fitted(AutoEncoder(width=3), tmp_path / "direct", epochs=2)
     assert outcome["metrics"] == pytest.approx(direct["metrics"], rel=1e-5)
+    assert list(outcome["folder"].glob("code/*/lit_of_config.py")), "the run keeps the module's code"
+    with pytest.raises(
+        ConfigError, match=r"lit_of_config.py:\w+ is an argument of lockstep.adapters.lightning"
+    ):
+        Code.of(load(tmp_path / "config.yaml"))
     folder = str(outcome["folder"])
     result = CliRunner().invoke(main, ["evaluate", folder, "--data", "val", "--json"])
     assert result.exit_code == 0, result.output

@@ -111,8 +111,9 @@ class _Pretrained(Task):
             found = getattr(transformers, self._auto).from_config(self.config, **settings)
         else:
             found, loaded = self._opened(
-                self._auto, self.folder, "task.folder", config=self.config, output_loading_info=True, **settings
-            )
+                self._auto, self.folder, "task.folder", config=self.config, output_loading_info=True,
+                use_safetensors=True, **settings,
+            )  # fmt: skip
             self._check_loaded(sorted(loaded["missing_keys"]))
         found.train()  # from_pretrained turns dropout off
         self._check(found)

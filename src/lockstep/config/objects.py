@@ -176,6 +176,24 @@ def _with_files(value: Any, folder: Path) -> Any:
     return f"{(folder / file).resolve()}:{name}" if file.endswith(".py") and _exists(folder / file) else value
 
 
+def source_of(task: Component) -> str:
+    """Returns the import path of the user's code: that of the task or, where that is an adapter, of what it wraps."""
+    if _split(task.type)[0].endswith(".py"):
+        return task.type
+    given = (each.get("type") if isinstance(each, Mapping) else each for each in task.arguments.values())
+    named = (each for each in given if isinstance(each, str))
+    return next((each for each in named if each.rpartition(":")[0].endswith(".py")), task.type)
+
+
+def require_travelling(task: Component) -> None:
+    """Refuses a file that an adapter wraps where it would have to travel to other hosts: the task's own file does."""
+    if (wrapped := source_of(task)) != task.type:
+        raise ConfigError(
+            f"task: {wrapped} is an argument of {task.type}, and only the folder of the task itself travels to other "
+            "hosts. Write a file beside it with a class that derives from the adapter, and name that as the task"
+        )
+
+
 def _require_module(module: str, folder: Path, given: str) -> None:
     top = module.split(".")[0]
     if top == "__main__":  # a task that was typed into a session

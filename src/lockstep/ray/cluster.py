@@ -22,7 +22,7 @@ import click
 import ray
 from ray._private import services
 
-from lockstep.config.objects import EXCLUDED
+from lockstep.config.objects import EXCLUDED, require_travelling
 from lockstep.config.schema import RayCluster, RunConfig
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.ray.installed import address_of
@@ -229,6 +229,7 @@ def runtime_env(config: RunConfig) -> tuple[dict[str, Any], str]:
     given = dict(config.launch.ray.runtime_env)
     module, _, name = config.task.type.rpartition(":") if ":" in config.task.type else config.task.type.rpartition(".")
     if not module.endswith(".py"):
+        require_travelling(config.task)
         return given, config.task.type  # a module that is installed, or comes by the user's py_modules
     file = Path(module)
     if "working_dir" in given:

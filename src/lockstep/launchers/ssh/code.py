@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from lockstep.config.objects import travelling
+from lockstep.config.objects import require_travelling, travelling
 from lockstep.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class Code:
     def of(cls, config: RunConfig) -> Code:
         module, _, name = config.task.type.rpartition(":")
         if not module.endswith(".py"):
+            require_travelling(config.task)
             return cls(None, config.task.type)  # a module that is installed on the hosts too
         return cls(Path(module).parent, f"{Path(module).name}:{name}")
 
