@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -72,14 +75,116 @@ class Scheduler(Component):
     monitor: str | None = None
 
 
+def _whole(value: Any) -> Any:
+    """Lets 1e9 stand for a whole number: YAML reads it as a float, `--set` may give it as text."""
+    if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?(e\+?\d{1,2})?", value):
+        value = float(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Tokens = Annotated[int, BeforeValidator(_whole, json_schema_input_type=int | float), Field(gt=0)]
+
+
+class _Lasting(Section):
+    """How long something lasts: so many steps or tokens."""
+
+    steps: int | None = Field(None, gt=0)
+    tokens: Tokens | None = None
+
+
+class Stage(_Lasting):
+    """A size, and for how long it is used; a last stage may have no end."""
+
+    size: int = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _one_unit(self) -> Stage:
+        if self.steps is not None and self.tokens is not None:
+            raise ValueError(f"give steps or tokens, not both (steps: {self.steps}, tokens: {self.tokens})")
+        return self
+
+
+class Ramp(_Lasting):
+    """A size that rises from `start` to its end in equal parts of so many steps or tokens."""
+
+    start: int = Field(gt=0)
+    end: int | None = Field(None, gt=0)
+    by: int | None = Field(None, gt=0, description="it rises by so much at a time; null: by its start")
+
+    @model_validator(mode="after")
+    def _one_unit(self) -> Ramp:
+        if (self.steps is None) == (self.tokens is None):
+            raise ValueError("a ramp has a length: give steps or tokens, one of the two")
+        return self
+
+
+AnyRamp = Annotated[
+    Annotated[Ramp, Tag("(ramp)")] | Annotated[tuple[Stage, ...], Field(strict=False, min_length=1), Tag("(stages)")],
+    Discriminator(lambda value: "(stages)" if isinstance(value, (list, tuple)) else "(ramp)"),
+]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A size as a function of how many steps are done, or how many tokens."""
+
+    unit: str  # steps or tokens
+    until: tuple[int, ...]  # where each size but the last ends
+    sizes: tuple[int, ...]
+
+    def at(self, steps: int, tokens: int) -> int:
+        return self.sizes[bisect_right(self.until, steps if self.unit == "steps" else tokens)]
+
+    @classmethod
+    def of(cls, ramp: Ramp | tuple[Stage, ...], name: str, end: int | None = None) -> Sizes:
+        """Returns the sizes of a ramp that ends at `end`; without one, the ramp itself says where."""
+        if isinstance(ramp, Ramp):
+            found = cls._of_ramp(ramp, name, ramp.end or end)
+        else:
+            *stages, last = ramp
+            if last.steps is not None or last.tokens is not None or not stages:
+                if end is None:
+                    raise ValueError(f"{name}: the last stage is for the rest of the run: it has a size, no length")
+                stages, last = list(ramp), Stage(size=end)
+            lengths = [each.steps or each.tokens for each in stages]
+            units = {"tokens" if each.steps is None else "steps" for each in stages}
+            if None in lengths or len(units) > 1:
+                raise ValueError(f"{name}: give every stage but the last its steps, or every one its tokens")
+            found = cls(units.pop(), tuple(accumulate(map(int, lengths))), (*(e.size for e in stages), last.size))  # type: ignore[arg-type]
+        if end is not None and (found.sizes[-1] != end or max(found.sizes) > end):
+            raise ValueError(
+                f"{name}: it rises to {max(found.sizes)} and ends at {found.sizes[-1]}, but batch_size is {end}: that is "
+                "where it must end, and its largest"
+            )
+        return found
+
+    @classmethod
+    def _of_ramp(cls, ramp: Ramp, name: str, end: int | None) -> Sizes:
+        by = ramp.by or ramp.start
+        if end is None:
+            raise ValueError(f"{name}.end: missing")
+        if end <= ramp.start or (end - ramp.start) % by:
+            raise ValueError(
+                f"{name}: {ramp.start} cannot rise to {end} by {by} at a time: the difference must be a multiple of "
+                "`by`, which is as large as `start` where it is not given"
+            )
+        parts, length = (end - ramp.start) // by, ramp.steps or ramp.tokens or 0
+        until = tuple(length * part // parts for part in range(1, parts + 1))
+        return cls("tokens" if ramp.steps is None else "steps", until, tuple(range(ramp.start, end + 1, by)))
+
+
 def _warmup(value: Any) -> Any:
     if isinstance(value, str) and re.fullmatch(r"\d+ steps?", value):
         value = int(value.split()[0])
+    if isinstance(value, str) and (match := re.fullmatch(r"([\d.e+]+) tokens", value)):
+        count = _whole(match[1])
+        if isinstance(count, int) and count > 0:
+            return f"{count} tokens"
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?\s*%", value) and float(value.rstrip("% ")) <= 100:
         return value
-    raise ValueError('must be a number of steps, 500, or a fraction of the run, "5%"')
+    raise ValueError('must be a number of steps, 500, of tokens, "1e8 tokens", or a fraction of the run, "5%"')
 
 
 class Schedule(Section):
@@ -87,7 +192,7 @@ class Schedule(Section):
 
     type: Shape
     warmup: Annotated[int | str, BeforeValidator(_warmup)] = Field(
-        0, description='steps in which the learning rate rises to its maximum, or a fraction of the run: "5%"'
+        0, description='steps in which the learning rate rises to its maximum, "1e8 tokens", or a part of the run: "5%"'
     )
     final: float = Field(0.0, ge=0, le=1, description="the learning rate at the end, as a fraction of the maximum")
     power: float = Field(1.0, gt=0, description="the exponent of a polynomial schedule")
@@ -101,8 +206,12 @@ class Schedule(Section):
         return self
 
     def needs_total(self) -> bool:
-        """Whether the schedule depends on the number of steps."""
-        return self.type != "constant" or isinstance(self.warmup, str)
+        """Whether the schedule depends on the length of the run."""
+        return self.type != "constant" or (isinstance(self.warmup, str) and not self.warms_up_by_tokens)
+
+    @property
+    def warms_up_by_tokens(self) -> bool:
+        return isinstance(self.warmup, str) and self.warmup.endswith(" tokens")
 
 
 def _kind(value: Any) -> str:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -16,14 +17,15 @@ from lockstep.config.schema import Component, InitFrom, RunConfig
 from lockstep.config.training import EVERY_STEP, Ordering, OtherOptimizer
 from lockstep.config.training import Optimizer as OptimizerSettings
 from lockstep.config.training import Schedule as NamedSettings
-from lockstep.data.order import Order, Sequential, make_order
+from lockstep.data.batches import Ramps
+from lockstep.data.order import Order, Sequential, make_order, of_every_example
 from lockstep.data.stream_reader import is_stream
 from lockstep.engine.models import DEFAULT, MATCH
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
 from lockstep.strategy.combined import CombinedOptimizer
 from lockstep.tasks.parameters import OTHERS, freeze, matrices_and_others, parameter_groups
-from lockstep.tasks.schedules import NamedSchedule, RunLength, Schedule, as_schedule
+from lockstep.tasks.schedules import NamedSchedule, RunLength, Schedule, as_schedule, counts_tokens
 from lockstep.tasks.task import Task, defines
 
 logger = logging.getLogger(__name__)
@@ -108,7 +110,9 @@ def _schedules(
         return {name: as_schedule(each) for name, each in own.items()}
     scheduler = config.scheduler
     if isinstance(scheduler, NamedSettings):
-        return {name: Schedule(NamedSchedule(each, scheduler, length.steps), EVERY_STEP) for name, each in
+        tokens = counts_tokens(scheduler, config.train.tokens)
+        total = config.train.tokens if tokens else length.steps
+        return {name: Schedule(NamedSchedule(each, scheduler, total, tokens), EVERY_STEP) for name, each in
                 optimizers.items()}  # fmt: skip
     component = Component.model_validate({"type": scheduler.type, **length.arguments(scheduler)})
     return {
@@ -175,6 +179,38 @@ def order_of(task: Task, config: RunConfig, dataset: Dataset[Any]) -> Order | No
         values = {"order": task.order, "repeats": getattr(task, "order_repeats", False)}
     said_by = f"task: {type(task).__name__}.order"
     return make_order(asked, dataset, config.train.batch_size, config.seed, values, said_by)
+
+
+def ramps_of(task: Task, config: RunConfig, dataset: Dataset[Any]) -> Ramps:
+    """Returns the config's ramps, with the tokens of the training data if the task counts them."""
+    limits, schedule = config.train, config.scheduler
+    batch, sequence = limits.batch_sizes, limits.sequence_lengths
+    by_tokens = {
+        "train.tokens": limits.tokens is not None,
+        "train.batch_ramp": batch is not None and batch.unit == "tokens",
+        "train.sequence_ramp": sequence is not None and sequence.unit == "tokens",
+        "scheduler.warmup": isinstance(schedule, NamedSettings) and schedule.warms_up_by_tokens,
+    }
+    asked, name = [path for path, given in by_tokens.items() if given], type(task).__name__
+    if sequence is not None and not _defines(task, "cut"):
+        raise ConfigError(f"train.sequence_ramp: {name} does not define cut(self, batch, length), which cuts batches")
+    if not _defines(task, "tokens_per_example"):
+        if asked:
+            raise ConfigError(
+                f"{asked[0]}: tokens are counted by {name}.tokens_per_example(self), which is not defined: return how "
+                "many every example has, or a list with one number for each"
+            )
+        return Ramps(batch, sequence)
+    tokens = _value(task, "tokens_per_example")
+    if not isinstance(tokens, int) and not is_stream(dataset):
+        tokens = np.asarray(of_every_example("tokens_per_example", None, {"tokens_per_example": tokens}, dataset))
+        if tokens.shape != (len(dataset),):  # type: ignore[arg-type]
+            raise ConfigError(f"task: {name}.tokens_per_example() has shape {list(tokens.shape)}, and train_data() "
+                              f"{len(dataset)} examples")  # type: ignore[arg-type]  # fmt: skip
+    least, most = (int(np.min(tokens)), int(np.max(tokens)))
+    if np.asarray(tokens).dtype.kind not in "iu" or least < 0 or most < 1:
+        raise ConfigError(f"task: {name}.tokens_per_example() must return whole numbers above 0, got {tokens!r}")
+    return Ramps(batch, sequence, tokens)
 
 
 def _defines(task: Task, name: str) -> bool:
