@@ -153,8 +153,8 @@ class Sizes:
             found = cls(units.pop(), tuple(accumulate(map(int, lengths))), (*(e.size for e in stages), last.size))  # type: ignore[arg-type]
         if end is not None and (found.sizes[-1] != end or max(found.sizes) > end):
             raise ValueError(
-                f"{name}: it rises to {max(found.sizes)} and ends at {found.sizes[-1]}, but batch_size is {end}: that is "
-                "where it must end, and its largest"
+                f"{name}: it rises to {max(found.sizes)} and ends at {found.sizes[-1]}, but batch_size is {end}: it "
+                "must end there, and never be larger"
             )
         return found
 
