@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import lockstep
 from lockstep.data.order import Shuffled
@@ -21,8 +21,8 @@ LENGTHS = [3 + number % 10 for number in range(COUNT)]
 class Text(lockstep.Task):
     """Predicts the next of a few letters."""
 
-    def __init__(self, lengths: bool = False) -> None:
-        self.lengths_differ = lengths
+    def __init__(self, differ: bool = False) -> None:
+        self.lengths_differ = differ
 
     def model(self) -> nn.Module:
         with torch.random.fork_rng():
@@ -39,6 +39,9 @@ class Text(lockstep.Task):
     def tokens_per_example(self) -> int | list[int]:
         return LENGTHS if self.lengths_differ else LENGTH
 
+    def lengths(self) -> list[int]:
+        return LENGTHS
+
     def cut(self, batch: list[Tensor], length: int) -> list[Tensor]:
         return [batch[0][:, : length + 1]]
 
@@ -46,6 +49,19 @@ class Text(lockstep.Task):
 class Uncounted(Text):
     tokens_per_example = lockstep.Task.tokens_per_example  # type: ignore[assignment]
     cut = lockstep.Task.cut  # type: ignore[assignment]
+
+
+class Streamed(Text):
+    def train_data(self) -> Any:
+        return Stream(super().train_data())
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.data[each] for each in range(COUNT)])
 
 
 def batches(size_at: Any, drop_last: bool) -> Iterator[list[int]]:

@@ -85,92 +85,72 @@ def _whole(value: Any) -> Any:
 Tokens = Annotated[int, BeforeValidator(_whole, json_schema_input_type=int | float), Field(gt=0)]
 
 
-class _Lasting(Section):
-    """How long something lasts: so many steps or tokens."""
+class Stage(Section):
+    """A size, and how long it lasts; the last stage is for the rest of the run."""
 
+    size: int = Field(gt=0)
     steps: int | None = Field(None, gt=0)
     tokens: Tokens | None = None
 
 
-class Stage(_Lasting):
-    """A size, and for how long it is used; a last stage may have no end."""
-
-    size: int = Field(gt=0)
-
-    @model_validator(mode="after")
-    def _one_unit(self) -> Stage:
-        if self.steps is not None and self.tokens is not None:
-            raise ValueError(f"give steps or tokens, not both (steps: {self.steps}, tokens: {self.tokens})")
-        return self
-
-
-class Ramp(_Lasting):
-    """A size that rises from `start` to its end in equal parts of so many steps or tokens."""
+class Ramp(Section):
+    """A size that rises from `start` to `end` in equal parts of so many steps or tokens."""
 
     start: int = Field(gt=0)
     end: int | None = Field(None, gt=0)
-    by: int | None = Field(None, gt=0, description="it rises by so much at a time; null: by its start")
-
-    @model_validator(mode="after")
-    def _one_unit(self) -> Ramp:
-        if (self.steps is None) == (self.tokens is None):
-            raise ValueError("a ramp has a length: give steps or tokens, one of the two")
-        return self
+    by: int | None = Field(None, gt=0, description="how much it rises at a time; null: by its start")
+    steps: int | None = Field(None, gt=0)
+    tokens: Tokens | None = None
 
 
 AnyRamp = Annotated[
-    Annotated[Ramp, Tag("(ramp)")] | Annotated[tuple[Stage, ...], Field(strict=False, min_length=1), Tag("(stages)")],
+    Annotated[Ramp, Tag("(ramp)")] | Annotated[tuple[Stage, ...], Field(strict=False, min_length=2), Tag("(stages)")],
     Discriminator(lambda value: "(stages)" if isinstance(value, (list, tuple)) else "(ramp)"),
 ]
+_MOST_PARTS = 10_000  # of a ramp
 
 
 @dataclass(frozen=True)
 class Sizes:
     """A size as a function of how many steps are done, or how many tokens."""
 
-    unit: str  # steps or tokens
+    by_tokens: bool
     until: tuple[int, ...]  # where each size but the last ends
     sizes: tuple[int, ...]
 
     def at(self, steps: int, tokens: int) -> int:
-        return self.sizes[bisect_right(self.until, steps if self.unit == "steps" else tokens)]
+        return self.sizes[bisect_right(self.until, tokens if self.by_tokens else steps)]
 
     @classmethod
     def of(cls, ramp: Ramp | tuple[Stage, ...], name: str, end: int | None = None) -> Sizes:
-        """Returns the sizes of a ramp that ends at `end`; without one, the ramp itself says where."""
+        """Returns the sizes of a ramp to `end`; without one, the ramp itself says where it ends."""
+        lasting = (ramp,) if isinstance(ramp, Ramp) else ramp[:-1]
+        steps, tokens = ([getattr(each, unit) for each in lasting] for unit in ("steps", "tokens"))
+        by_tokens = not any(steps)
+        lengths = tokens if by_tokens else steps
+        if (
+            not all(lengths)
+            or (any(steps) and any(tokens))
+            or (lasting != (ramp,) and (ramp[-1].steps or ramp[-1].tokens))
+        ):
+            raise ValueError(
+                f"{name}: give its steps or its tokens; of stages, all but the last have steps, or all have tokens"
+            )
         if isinstance(ramp, Ramp):
-            found = cls._of_ramp(ramp, name, ramp.end or end)
+            last, by = ramp.end or end or 0, ramp.by or ramp.start
+            parts, rest = divmod(last - ramp.start, by)
+            if rest or not 0 < parts <= min(lengths[0], _MOST_PARTS):
+                raise ValueError(
+                    f"{name}: start: {ramp.start} cannot rise to end: {last or 'null'} by: {by} at a time in {lengths[0]} "
+                    f"{'tokens' if by_tokens else 'steps'}"
+                )
+            lengths = [lengths[0] * (part + 1) // parts - lengths[0] * part // parts for part in range(parts)]
+            sizes = tuple(range(ramp.start, last + 1, by))
         else:
-            *stages, last = ramp
-            if last.steps is not None or last.tokens is not None or not stages:
-                if end is None:
-                    raise ValueError(f"{name}: the last stage is for the rest of the run: it has a size, no length")
-                stages, last = list(ramp), Stage(size=end)
-            lengths = [each.steps or each.tokens for each in stages]
-            units = {"tokens" if each.steps is None else "steps" for each in stages}
-            if None in lengths or len(units) > 1:
-                raise ValueError(f"{name}: give every stage but the last its steps, or every one its tokens")
-            found = cls(units.pop(), tuple(accumulate(map(int, lengths))), (*(e.size for e in stages), last.size))  # type: ignore[arg-type]
-        if end is not None and (found.sizes[-1] != end or max(found.sizes) > end):
-            raise ValueError(
-                f"{name}: it rises to {max(found.sizes)} and ends at {found.sizes[-1]}, but batch_size is {end}: it "
-                "must end there, and never be larger"
-            )
-        return found
-
-    @classmethod
-    def _of_ramp(cls, ramp: Ramp, name: str, end: int | None) -> Sizes:
-        by = ramp.by or ramp.start
-        if end is None:
-            raise ValueError(f"{name}.end: missing")
-        if end <= ramp.start or (end - ramp.start) % by:
-            raise ValueError(
-                f"{name}: {ramp.start} cannot rise to {end} by {by} at a time: the difference must be a multiple of "
-                "`by`, which is as large as `start` where it is not given"
-            )
-        parts, length = (end - ramp.start) // by, ramp.steps or ramp.tokens or 0
-        until = tuple(length * part // parts for part in range(1, parts + 1))
-        return cls("tokens" if ramp.steps is None else "steps", until, tuple(range(ramp.start, end + 1, by)))
+            sizes = tuple(each.size for each in ramp)
+        if end is not None and not sizes[-1] == end == max(sizes):
+            raise ValueError(f"{name}: it ends at {sizes[-1]}, but batch_size is {end}, at which it must end")
+        return cls(by_tokens, tuple(accumulate(lengths)), sizes)
 
 
 def _warmup(value: Any) -> Any:

@@ -18,7 +18,6 @@ import numpy as np
 from lockstep.config.training import Sizes
 from lockstep.data.order import Order, Sequential, Shuffled, digest
 from lockstep.data.permutation import Indices
-from lockstep.errors import ConfigError
 
 # How many places of the order are asked for at once: few enough to begin at once, enough to be worth the call.
 _AT_ONCE = 4096
@@ -46,22 +45,6 @@ class Ramps:
         tokens = digest(self.tokens) if isinstance(self.tokens, np.ndarray) else self.tokens
         given = {"batch_ramp": self.batch, "sequence_ramp": self.sequence, "tokens": tokens}
         return {name: str(each) for name, each in given.items() if each is not None}
-
-    def of_stream(self, kind: str) -> int:
-        """Returns the tokens of every example of a stream; refuses what depends on the place in an order."""
-        ramps = {"train.batch_ramp": self.batch, "train.sequence_ramp": self.sequence}
-        given = [name for name, each in ramps.items() if each is not None]
-        if given:
-            raise ConfigError(
-                f"{given[0]}: train_data() is a stream ({kind}), of which ranks read different parts: ramps are for "
-                "data with __len__ and __getitem__"
-            )
-        if isinstance(self.tokens, np.ndarray):
-            raise ConfigError(
-                f"task: tokens_per_example() has a number for every example, and train_data() is a stream ({kind}), "
-                "whose examples have no number: return one number for all of them"
-            )
-        return self.tokens or 0
 
     def tokens_of(self, at: Position, examples: int, indices: Callable[[], Indices]) -> int:
         """Returns the tokens of a batch at a position, cut to the length that sequences have there."""

@@ -18,7 +18,7 @@ from lockstep.config.schema import RunSettings
 from lockstep.data.batches import MicroBatch, Position, Ramps
 from lockstep.data.cursors import Cursor, Cursors, Progress
 from lockstep.data.loader import Collate, Loaders, check_dataset, one_ahead
-from lockstep.data.order import Buckets, choose
+from lockstep.data.order import choose
 from lockstep.data.source import Source
 from lockstep.data.stream import Pass, Streams
 from lockstep.data.stream_batches import streamed
@@ -168,11 +168,6 @@ class BatchFeed:
         self._log_uneven_shares(batch_size)
         check_dataset(dataset, "the dataset")
         chosen = choose(given.order, given.shuffle, dataset, batch_size, self.seed)
-        if self.ramps.batch is not None and isinstance(chosen, Buckets):
-            raise ConfigError(
-                f"train.batch_ramp: data.order: buckets puts {batch_size} examples of similar length together, and "
-                "smaller batches would cut through them: choose another order, or leave the ramp out"
-            )
         source = self.cursors.find(dataset, chosen.count, name, site)
         how: dict[str, Any] = {"given": chosen, "drop_last": drop_last, "ramps": self.ramps}
         plan = self._loaders.plan(dataset, batch_size, accumulate=accumulate, **how)
@@ -206,7 +201,6 @@ class BatchFeed:
         data, batch_size, shuffle = given.dataset, given.batch_size, given.shuffle
         refuse_stream(data, self._strategy.leaves)
         check_stream(data, "run.batches")
-        each = self.ramps.of_stream(type(data).__name__)
         source = self._streams.source(data)
         facts = {
             "count": source.pieces,
@@ -226,7 +220,7 @@ class BatchFeed:
                 shuffle=shuffle, buffer=self._shuffle_buffer, saved=cursor.stream, name=cursor.name,
             )  # fmt: skip
             cursor.kind = walk.kind
-            return _with_plain_places(walk.in_step(self._group), source.name, each)
+            return _with_plain_places(walk.in_step(self._group), source.name, self.ramps.tokens)
 
         return PlannedPass(data, facts, name, site, accumulate, begin)
 
@@ -430,7 +424,7 @@ class BatchFeed:
         self._streams.close(at_once)
 
 
-def _with_plain_places(micros: MicroBatches, name: str, tokens: int = 0) -> MicroBatches:
+def _with_plain_places(micros: MicroBatches, name: str, tokens: Any = None) -> MicroBatches:
     """Yields the micro-batches of a stream of examples with so many tokens; refuses a position that cannot be saved."""
     looked = False
     with contextlib.closing(micros):

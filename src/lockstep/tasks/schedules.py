@@ -127,7 +127,7 @@ _UNKNOWN = "but how many steps this run has is not known: its data has no length
 def run_length(config: RunConfig, examples: int | None, ramps: Ramps = _NO_RAMPS) -> RunLength:
     """Returns the length of a run over so many examples; None where the data has no length, or tells it too late."""
     limits = config.train
-    counted = limits.tokens is not None or (ramps.batch is not None and ramps.batch.unit == "tokens")
+    counted = limits.tokens is not None or (ramps.batch is not None and ramps.batch.by_tokens)
     if examples is None or (counted and not isinstance(ramps.tokens, int)):
         return RunLength(limits.steps, None)
     plan = GlobalBatches(

@@ -18,7 +18,7 @@ from lockstep.config.training import EVERY_STEP, Ordering, OtherOptimizer
 from lockstep.config.training import Optimizer as OptimizerSettings
 from lockstep.config.training import Schedule as NamedSettings
 from lockstep.data.batches import Ramps
-from lockstep.data.order import Order, Sequential, make_order, of_every_example
+from lockstep.data.order import Buckets, Order, Sequential, make_order, of_every_example
 from lockstep.data.stream_reader import is_stream
 from lockstep.engine.models import DEFAULT, MATCH
 from lockstep.engine.run import Run
@@ -181,35 +181,42 @@ def order_of(task: Task, config: RunConfig, dataset: Dataset[Any]) -> Order | No
     return make_order(asked, dataset, config.train.batch_size, config.seed, values, said_by)
 
 
-def ramps_of(task: Task, config: RunConfig, dataset: Dataset[Any]) -> Ramps:
+def ramps_of(task: Task, config: RunConfig, dataset: Dataset[Any], order: Order | None) -> Ramps:
     """Returns the config's ramps, with the tokens of the training data if the task counts them."""
-    limits, schedule = config.train, config.scheduler
-    batch, sequence = limits.batch_sizes, limits.sequence_lengths
-    by_tokens = {
-        "train.tokens": limits.tokens is not None,
-        "train.batch_ramp": batch is not None and batch.unit == "tokens",
-        "train.sequence_ramp": sequence is not None and sequence.unit == "tokens",
-        "scheduler.warmup": isinstance(schedule, NamedSettings) and schedule.warms_up_by_tokens,
-    }
-    asked, name = [path for path, given in by_tokens.items() if given], type(task).__name__
-    if sequence is not None and not _defines(task, "cut"):
-        raise ConfigError(f"train.sequence_ramp: {name} does not define cut(self, batch, length), which cuts batches")
-    if not _defines(task, "tokens_per_example"):
-        if asked:
-            raise ConfigError(
-                f"{asked[0]}: tokens are counted by {name}.tokens_per_example(self), which is not defined: return how "
-                "many every example has, or a list with one number for each"
-            )
-        return Ramps(batch, sequence)
-    tokens = _value(task, "tokens_per_example")
-    if not isinstance(tokens, int) and not is_stream(dataset):
+    limits, schedule, name = config.train, config.scheduler, type(task).__name__
+    batch, sequence, counts = limits.batch_sizes, limits.sequence_lengths, _defines(task, "tokens_per_example")
+    ramps = {"train.batch_ramp": batch, "train.sequence_ramp": sequence}
+    asked = [path for path, each in ramps.items() if each is not None]
+    by_tokens = [path for path, each in ramps.items() if each is not None and each.by_tokens]
+    by_tokens += ["train.tokens"] if limits.tokens is not None else []
+    by_tokens += ["scheduler.warmup"] if isinstance(schedule, NamedSettings) and schedule.warms_up_by_tokens else []
+    wrong = (
+        f"{asked[0]}: train_data() is a stream ({type(dataset).__name__}), of which ranks read different parts: ramps "
+        "are for data with __len__ and __getitem__" if asked and order is None
+        else f"train.batch_ramp: data.order: buckets puts {limits.batch_size} examples of similar length together, and "
+        "smaller batches would cut through them: choose another order, or leave the ramp out"
+        if batch is not None and isinstance(order, Buckets)
+        else f"train.sequence_ramp: {name} does not define cut(self, batch, length), which cuts batches"
+        if sequence is not None and not _defines(task, "cut")
+        else f"{by_tokens[0]}: tokens are counted by {name}.tokens_per_example(self), which is not defined: return how "
+        "many every example has, or a list with one number for each" if by_tokens and not counts
+        else None
+    )  # fmt: skip
+    if wrong is not None:
+        raise ConfigError(wrong)
+    tokens: Any = _value(task, "tokens_per_example") if counts else None
+    if counts and order is not None and not isinstance(tokens, int):
         tokens = np.asarray(of_every_example("tokens_per_example", None, {"tokens_per_example": tokens}, dataset))
-        if tokens.shape != (len(dataset),):  # type: ignore[arg-type]
-            raise ConfigError(f"task: {name}.tokens_per_example() has shape {list(tokens.shape)}, and train_data() "
-                              f"{len(dataset)} examples")  # type: ignore[arg-type]  # fmt: skip
-    least, most = (int(np.min(tokens)), int(np.max(tokens)))
-    if np.asarray(tokens).dtype.kind not in "iu" or least < 0 or most < 1:
-        raise ConfigError(f"task: {name}.tokens_per_example() must return whole numbers above 0, got {tokens!r}")
+    if counts and (
+        np.asarray(tokens).dtype.kind not in "iu"
+        or np.shape(tokens) not in ([()] if order is None else [(), (order.count,)])
+        or np.min(tokens) < 0
+        or np.max(tokens) < 1
+    ):
+        raise ConfigError(
+            f"task: {name}.tokens_per_example() must return a whole number above 0, or (not for a stream) one for each "
+            f"example of train_data(); got {tokens!r}"
+        )
     return Ramps(batch, sequence, tokens)
 
 

@@ -57,7 +57,7 @@ def _fit(run: Run, config: RunConfig, task: Task, own: UserCallbacks) -> dict[st
     datasets = limited(whole, config)
     order = order_of(task, config, datasets["train"])
     collate: Collate | None = getattr(task, "collate", None)
-    ramps = run._engine.feed.ramps = ramps_of(task, config, datasets["train"])
+    ramps = run._engine.feed.ramps = ramps_of(task, config, datasets["train"], order)
     length = run_length(config, order.length if order is not None else None, ramps)
     schedules = set_up(run, task, config, length)
     if run.is_main:
