@@ -1,4 +1,4 @@
-"""A task with ramps for tests/ranks/test_ramps.py, and the same training written by hand in plain torch."""
+"""A task with ramps for tests/ranks/test_ramps_on_ranks.py, and the same training written by hand in plain torch."""
 
 from __future__ import annotations
 

@@ -124,14 +124,14 @@ class Sizes:
     @classmethod
     def of(cls, ramp: Ramp | tuple[Stage, ...], name: str, end: int | None = None) -> Sizes:
         """Returns the sizes of a ramp to `end`; without one, the ramp itself says where it ends."""
-        lasting = (ramp,) if isinstance(ramp, Ramp) else ramp[:-1]
+        lasting, rest_of_run = ((ramp,), None) if isinstance(ramp, Ramp) else (ramp[:-1], ramp[-1])
         steps, tokens = ([getattr(each, unit) for each in lasting] for unit in ("steps", "tokens"))
         by_tokens = not any(steps)
         lengths = tokens if by_tokens else steps
         if (
             not all(lengths)
             or (any(steps) and any(tokens))
-            or (lasting != (ramp,) and (ramp[-1].steps or ramp[-1].tokens))
+            or (rest_of_run and (rest_of_run.steps or rest_of_run.tokens))
         ):
             raise ValueError(
                 f"{name}: give its steps or its tokens; of stages, all but the last have steps, or all have tokens"
@@ -141,8 +141,8 @@ class Sizes:
             parts, rest = divmod(last - ramp.start, by)
             if rest or not 0 < parts <= min(lengths[0], _MOST_PARTS):
                 raise ValueError(
-                    f"{name}: start: {ramp.start} cannot rise to end: {last or 'null'} by: {by} at a time in {lengths[0]} "
-                    f"{'tokens' if by_tokens else 'steps'}"
+                    f"{name}: {ramp.start} cannot rise to {last or 'no end'} by {by} at a time, in {lengths[0]} "
+                    f"{'tokens' if by_tokens else 'steps'}: the rise must be a multiple of `by`, and not be too fast"
                 )
             lengths = [lengths[0] * (part + 1) // parts - lengths[0] * part // parts for part in range(parts)]
             sizes = tuple(range(ramp.start, last + 1, by))

@@ -128,15 +128,15 @@ def test_schedules_by_tokens_of_equal_batches_are_those_by_steps(tmp_path: Path)
         ({"train": {"tokens": 9}, "task": "Uncounted"}, r"train\.tokens: tokens are counted by Uncounted\.tokens_per_"),
         ({"train": {"sequence_ramp": {"start": 1, "end": 2, "steps": 3}}, "task": "Uncounted"}, "define cut"),
         (
-            {"train": {"batch_ramp": {"start": 4, "tokens": 3}}, "task": "Uncounted"},
+            {"train": {"batch_ramp": {"start": 16, "tokens": 3}}, "task": "Uncounted"},
             r"train\.batch_ramp: tokens are counted by",
         ),
         (
-            {"train": {"batch_ramp": {"start": 4, "steps": 3}}, "task": "Streamed"},
+            {"train": {"batch_ramp": {"start": 16, "steps": 3}}, "task": "Streamed"},
             r"train\.batch_ramp: train_data\(\) is a stream",
         ),
         (
-            {"train": {"batch_ramp": {"start": 4, "steps": 3}}, "data": {"order": "buckets"}},
+            {"train": {"batch_ramp": {"start": 16, "steps": 3}}, "data": {"order": "buckets"}},
             r"train\.batch_ramp: data\.order: buckets puts 32",
         ),
         ({"train": {"tokens": 900}, "scheduler": {"type": "linear", "warmup": 3}}, r"scheduler\.warmup: 3 steps, but"),
