@@ -253,9 +253,7 @@ def test_a_config_names_module_and_data(tmp_path: Path, monkeypatch: pytest.Monk
     direct = fitted(AutoEncoder(width=3), tmp_path / "direct", epochs=2)
     assert outcome["metrics"] == pytest.approx(direct["metrics"], rel=1e-5)
     assert list(outcome["folder"].glob("code/*/lit_of_config.py")), "the run keeps the module's code"
-    with pytest.raises(
-        ConfigError, match=r"lit_of_config.py:\w+ is an argument of lockstep.adapters.lightning"
-    ):
+    with pytest.raises(ConfigError, match=r"lit_of_config.py:\w+ is an argument of lockstep.adapters.lightning"):
         Code.of(load(tmp_path / "config.yaml"))
     folder = str(outcome["folder"])
     result = CliRunner().invoke(main, ["evaluate", folder, "--data", "val", "--json"])

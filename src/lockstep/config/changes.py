@@ -15,6 +15,8 @@ FIXED = {
     "task": "the saved weights belong to this task",
     "seed": "the order of examples is a function of it",
     "train.batch_size": "the position in the data is counted in batches of this size",
+    "train.batch_ramp": "the position in the data is counted in batches of these sizes",
+    "train.sequence_ramp": "the tokens so far were counted at these lengths",
     "train.limit": "the position in the data is a place among these examples",
     "train.overfit": "the position in the data is a place among these examples",
     "data.split": "examples would move between training and validation",

@@ -11,7 +11,18 @@ from lockstep.config.launch import RayCluster as RayCluster
 from lockstep.config.loggers import Log as Log
 from lockstep.config.pod import Pod
 from lockstep.config.strategy import Strategy
-from lockstep.config.training import EVERY_EPOCH, AnyCompile, AnyEma, AnyScheduler, Data, Optimizer, Patterns
+from lockstep.config.training import (
+    EVERY_EPOCH,
+    AnyCompile,
+    AnyEma,
+    AnyRamp,
+    AnyScheduler,
+    Data,
+    Optimizer,
+    Patterns,
+    Sizes,
+    Tokens,
+)
 from lockstep.config.training import Schedule as Schedule
 from lockstep.config.training import Scheduler as Scheduler
 from lockstep.config.values import Component as Component
@@ -78,11 +89,18 @@ def require_leaves(leaves: int, ranks: int) -> None:
 class Train(Reproducible):
     epochs: int | None = Field(None, gt=0)
     steps: int | None = Field(None, gt=0)
+    tokens: Tokens | None = Field(None, description="until so many tokens are trained on, over all processes")
     limit: int | None = Field(None, gt=0, description="train on the first so many examples; null: on all")
     overfit: int | None = Field(
         None, gt=0, description="train on the first so many examples, always in their order, and validate on the same"
     )
     batch_size: int = Field(32, gt=0, description="examples per optimizer step, summed over all processes")
+    batch_ramp: AnyRamp | None = Field(
+        None, description="smaller batches at first, up to batch_size: {start: 8, steps: 1000}, or a list of stages"
+    )
+    sequence_ramp: AnyRamp | None = Field(
+        None, description="shorter sequences at first, by the task's cut(): {start: 128, end: 1024, steps: 1000}"
+    )
     precision: Precision = Field(
         "float32",
         description="tf32: faster matrix products on CUDA; bf16 and fp16 (CUDA) use autocast, fp16 with loss scaling; "
@@ -100,16 +118,36 @@ class Train(Reproducible):
 
     @model_validator(mode="after")
     def _one_limit(self) -> Train:
-        if self.epochs is not None and self.steps is not None:
-            raise ValueError(f"give epochs or steps, not both (epochs: {self.epochs}, steps: {self.steps})")
+        limits = {name: getattr(self, name) for name in ("epochs", "steps", "tokens")}
+        given = {name: value for name, value in limits.items() if value is not None}
+        if len(given) > 1:
+            shown = ", ".join(f"{name}: {value}" for name, value in given.items())
+            raise ValueError(f"give {' or '.join(given)}, not {'both' if len(given) == 2 else 'all'} ({shown})")
         if self.limit is not None and self.overfit is not None:
             raise ValueError(f"give limit or overfit, not both (limit: {self.limit}, overfit: {self.overfit})")
         return self
 
     @property
     def epoch_limit(self) -> int | None:
-        """Epochs to train for: one by default, and None if `steps` is set."""
-        return 1 if self.epochs is None and self.steps is None else self.epochs
+        """Epochs to train for: one by default, and None if `steps` or `tokens` is set."""
+        return 1 if self.epochs is None and self.steps is None and self.tokens is None else self.epochs
+
+    def is_done(self, steps: int, tokens: int) -> bool:
+        """Whether the limit of steps or tokens is reached."""
+        return (self.steps is not None and steps >= self.steps) or (self.tokens is not None and tokens >= self.tokens)
+
+    @property
+    def batch_sizes(self) -> Sizes | None:
+        return None if self.batch_ramp is None else Sizes.of(self.batch_ramp, "batch_ramp", self.batch_size)
+
+    @property
+    def sequence_lengths(self) -> Sizes | None:
+        return None if self.sequence_ramp is None else Sizes.of(self.sequence_ramp, "sequence_ramp")
+
+    @model_validator(mode="after")
+    def _ramps_fit(self) -> Train:
+        _ = self.batch_sizes, self.sequence_lengths
+        return self
 
 
 class Validate(Section):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -72,14 +75,96 @@ class Scheduler(Component):
     monitor: str | None = None
 
 
+def _whole(value: Any) -> Any:
+    """Lets 1e9 stand for a whole number: YAML reads it as a float, `--set` may give it as text."""
+    if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?(e\+?\d{1,2})?", value):
+        value = float(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Tokens = Annotated[int, BeforeValidator(_whole, json_schema_input_type=int | float), Field(gt=0)]
+
+
+class Stage(Section):
+    """A size, and how long it lasts; the last stage is for the rest of the run."""
+
+    size: int = Field(gt=0)
+    steps: int | None = Field(None, gt=0)
+    tokens: Tokens | None = None
+
+
+class Ramp(Section):
+    """A size that rises from `start` to `end` in equal parts of so many steps or tokens."""
+
+    start: int = Field(gt=0)
+    end: int | None = Field(None, gt=0)
+    by: int | None = Field(None, gt=0, description="how much it rises at a time; null: by its start")
+    steps: int | None = Field(None, gt=0)
+    tokens: Tokens | None = None
+
+
+AnyRamp = Annotated[
+    Annotated[Ramp, Tag("(ramp)")] | Annotated[tuple[Stage, ...], Field(strict=False, min_length=2), Tag("(stages)")],
+    Discriminator(lambda value: "(stages)" if isinstance(value, (list, tuple)) else "(ramp)"),
+]
+_MOST_PARTS = 10_000  # of a ramp
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A size as a function of how many steps are done, or how many tokens."""
+
+    by_tokens: bool
+    until: tuple[int, ...]  # where each size but the last ends
+    sizes: tuple[int, ...]
+
+    def at(self, steps: int, tokens: int) -> int:
+        return self.sizes[bisect_right(self.until, tokens if self.by_tokens else steps)]
+
+    @classmethod
+    def of(cls, ramp: Ramp | tuple[Stage, ...], name: str, end: int | None = None) -> Sizes:
+        """Returns the sizes of a ramp to `end`; without one, the ramp itself says where it ends."""
+        lasting, rest_of_run = ((ramp,), None) if isinstance(ramp, Ramp) else (ramp[:-1], ramp[-1])
+        steps, tokens = ([getattr(each, unit) for each in lasting] for unit in ("steps", "tokens"))
+        by_tokens = not any(steps)
+        lengths = tokens if by_tokens else steps
+        if (
+            not all(lengths)
+            or (any(steps) and any(tokens))
+            or (rest_of_run and (rest_of_run.steps or rest_of_run.tokens))
+        ):
+            raise ValueError(
+                f"{name}: give its steps or its tokens; of stages, all but the last have steps, or all have tokens"
+            )
+        if isinstance(ramp, Ramp):
+            last, by = ramp.end or end or 0, ramp.by or ramp.start
+            parts, rest = divmod(last - ramp.start, by)
+            if rest or not 0 < parts <= min(lengths[0], _MOST_PARTS):
+                raise ValueError(
+                    f"{name}: {ramp.start} cannot rise to {last or 'no end'} by {by} at a time, in {lengths[0]} "
+                    f"{'tokens' if by_tokens else 'steps'}: the rise must be a multiple of `by`, and not be too fast"
+                )
+            lengths = [lengths[0] * (part + 1) // parts - lengths[0] * part // parts for part in range(parts)]
+            sizes = tuple(range(ramp.start, last + 1, by))
+        else:
+            sizes = tuple(each.size for each in ramp)
+        if end is not None and not sizes[-1] == end == max(sizes):
+            raise ValueError(f"{name}: it ends at {sizes[-1]}, but batch_size is {end}, at which it must end")
+        return cls(by_tokens, tuple(accumulate(lengths)), sizes)
+
+
 def _warmup(value: Any) -> Any:
     if isinstance(value, str) and re.fullmatch(r"\d+ steps?", value):
         value = int(value.split()[0])
+    if isinstance(value, str) and (match := re.fullmatch(r"([\d.e+]+) tokens", value)):
+        count = _whole(match[1])
+        if isinstance(count, int) and count > 0:
+            return f"{count} tokens"
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?\s*%", value) and float(value.rstrip("% ")) <= 100:
         return value
-    raise ValueError('must be a number of steps, 500, or a fraction of the run, "5%"')
+    raise ValueError('must be a number of steps, 500, of tokens, "1e8 tokens", or a fraction of the run, "5%"')
 
 
 class Schedule(Section):
@@ -87,7 +172,7 @@ class Schedule(Section):
 
     type: Shape
     warmup: Annotated[int | str, BeforeValidator(_warmup)] = Field(
-        0, description='steps in which the learning rate rises to its maximum, or a fraction of the run: "5%"'
+        0, description='steps in which the learning rate rises to its maximum, "1e8 tokens", or a part of the run: "5%"'
     )
     final: float = Field(0.0, ge=0, le=1, description="the learning rate at the end, as a fraction of the maximum")
     power: float = Field(1.0, gt=0, description="the exponent of a polynomial schedule")
@@ -101,8 +186,12 @@ class Schedule(Section):
         return self
 
     def needs_total(self) -> bool:
-        """Whether the schedule depends on the number of steps."""
-        return self.type != "constant" or isinstance(self.warmup, str)
+        """Whether the schedule depends on the length of the run."""
+        return self.type != "constant" or (isinstance(self.warmup, str) and not self.warms_up_by_tokens)
+
+    @property
+    def warms_up_by_tokens(self) -> bool:
+        return isinstance(self.warmup, str) and self.warmup.endswith(" tokens")
 
 
 def _kind(value: Any) -> str:

@@ -10,15 +10,57 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lockstep.data.order import Order, Sequential, Shuffled
+from lockstep.config.training import Sizes
+from lockstep.data.order import Order, Sequential, Shuffled, digest
 from lockstep.data.permutation import Indices
 
 # How many places of the order are asked for at once: few enough to begin at once, enough to be worth the call.
 _AT_ONCE = 4096
+
+
+class Position(NamedTuple):
+    """Where the next global batch begins, and what was trained on before: all that its size may depend on."""
+
+    batch: int = 0  # its number in this pass over the data
+    begin: int = 0  # its first place in the order of the pass
+    steps: int = 0  # batches of all passes
+    tokens: int = 0  # of all passes
+
+
+@dataclass(frozen=True)
+class Ramps:
+    """Sizes of batches and lengths of sequences by progress, and how many tokens an example has, if that is known."""
+
+    batch: Sizes | None = None
+    sequence: Sizes | None = None
+    tokens: int | Indices | None = None  # of every example, or of each
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what a position depends on, as plain data; empty without ramps and tokens."""
+        tokens = digest(self.tokens) if isinstance(self.tokens, np.ndarray) else self.tokens
+        given = {"batch_ramp": self.batch, "sequence_ramp": self.sequence, "tokens": tokens}
+        return {name: str(each) for name, each in given.items() if each is not None}
+
+    def tokens_of(self, at: Position, examples: int, indices: Callable[[], Indices]) -> int:
+        """Returns the tokens of a batch at a position, cut to the length that sequences have there."""
+        longest = None if self.sequence is None else self.sequence.at(at.steps, at.tokens)
+        if isinstance(self.tokens, np.ndarray):
+            each = self.tokens[indices()]
+            return int(each.sum() if longest is None else np.minimum(each, longest).sum())
+        return examples * min(self.tokens or 0, longest or self.tokens or 0)
+
+
+class GlobalBatch(NamedTuple):
+    at: Position
+    size: int
+    planned: int  # its size, were the data not at its end
+    after: Position
+    is_last: bool
 
 
 class MicroBatch(NamedTuple):
@@ -40,6 +82,8 @@ class MicroBatch(NamedTuple):
     # Of other data: where each of its examples is in the order of the epoch, by which its random numbers are seeded.
     positions: Indices | None = None
     leaf: int = 0  # with `leaves`: which one of the global batch it belongs to
+    tokens: int = 0  # how many tokens the global batch has, where they are counted
+    after: Position | None = None  # of data with an order: where the global batch ends
 
     @property
     def scale(self) -> float:
@@ -69,6 +113,7 @@ class GlobalBatches:
     leaves: int | None = None
 
     given: Order | None = None  # else shuffled or sequential
+    ramps: Ramps = Ramps()  # `batch_size` is the largest
 
     @cached_property
     def order(self) -> Order:
@@ -78,52 +123,71 @@ class GlobalBatches:
 
     @property
     def batches(self) -> int:
-        """The number of global batches in an epoch: the same on every rank."""
+        """The number of global batches of the largest size in an epoch: the same on every rank."""
         whole, rest = divmod(self.order.length, self.batch_size)
         return whole + (1 if rest and not self.drop_last else 0)
 
-    def micro_batches(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+    def micro_batches(self, epoch: int, start: int | Position = 0) -> Iterator[MicroBatch]:
         """Yields this rank's micro-batches of an epoch, from global batch `start` on."""
-        batches = self.batches
-        at_once = max(1, _AT_ONCE * self.world_size // self.batch_size)
-        for first in range(start, batches, at_once):
-            slices = [self._slice(batch) for batch in range(first, min(first + at_once, batches))]
+        at = Position(start, start * self.batch_size) if isinstance(start, int) else start
+        walk, at_once = self.walk(epoch, at), max(1, _AT_ONCE * self.world_size // self.batch_size)
+        while group := list(islice(walk, at_once)):
+            slices = [self._slice(each) for each in group]
             positions = np.concatenate([each for pieces in slices for each, _ in pieces])
             indices = self.order.at(epoch, positions)
             end = 0
-            for batch, pieces in enumerate(slices, first):
-                whole = self._size(batch)
+            for each, pieces in zip(group, slices, strict=True):
                 in_leaf = len(pieces) // self._leaves_here if self._leaves_here else len(pieces)
                 for number, (piece, examples) in enumerate(pieces):
                     end += len(piece)
                     taken = slice(end - len(piece), end)
                     last = number == len(pieces) - 1
-                    weight = examples * (1 if self.leaves else self.world_size) / whole
-                    ends_epoch = last and batch == batches - 1
+                    weight = examples * (1 if self.leaves else self.world_size) / each.size
                     yield MicroBatch(
-                        batch, number, indices[taken], examples, weight, whole, last, ends_epoch,
+                        each.at.batch, number, indices[taken], examples, weight, each.size, last, last and each.is_last,
                         positions=positions[taken], leaf=self.rank * self._leaves_here + number // in_leaf,
+                        tokens=each.after.tokens - each.at.tokens, after=each.after,
                     )  # fmt: skip
 
-    def _size(self, batch: int) -> int:
-        return min(self.batch_size, self.order.length - batch * self.batch_size)
+    def walk(self, epoch: int, at: Position) -> Iterator[GlobalBatch]:
+        """Yields the global batches of an epoch: a pure function of the position that it begins at."""
+        size, planned = self._sizes(at)
+        while size:
+            tokens = 0
+            if self.ramps.tokens is not None:
+                begin, end = at.begin, at.begin + size
+                tokens = self.ramps.tokens_of(at, size, lambda b=begin, e=end: self.order.at(epoch, np.arange(b, e)))  # type: ignore[misc]
+            after = Position(at.batch + 1, at.begin + size, at.steps + 1, at.tokens + tokens)
+            following = self._sizes(after)
+            yield GlobalBatch(at, size, planned, after, not following[0])
+            at, (size, planned) = after, following
+
+    def _sizes(self, at: Position) -> tuple[int, int]:
+        """Returns the size of the global batch at a position, 0 at the end of the data, and that which is planned."""
+        ramp = self.ramps.batch
+        planned = self.batch_size if ramp is None else ramp.at(at.steps, at.tokens)
+        left = max(0, self.order.length - at.begin)
+        return (0 if self.drop_last and left < planned else min(planned, left)), planned
 
     @property
     def _leaves_here(self) -> int:
         return (self.leaves or 0) // self.world_size
 
-    def _slice(self, batch: int) -> list[tuple[Indices, int]]:
+    def _slice(self, batch: GlobalBatch) -> list[tuple[Indices, int]]:
         """Returns the positions of every micro-batch of a global batch, and how many examples each counts for."""
-        begin, size = batch * self.batch_size, self._size(batch)
+        begin, size = batch.at.begin, batch.size
+        # A smaller batch of a ramp has fewer micro-batches, of the same size.
+        accumulate = -(-self.accumulate * batch.planned // self.batch_size)
         if self.leaves:
             first = self.rank * self._leaves_here
-            return [each for leaf in range(first, first + self._leaves_here) for each in self._leaf(begin, size, leaf)]
+            return [each for leaf in range(first, first + self._leaves_here)
+                    for each in self._leaf(begin, size, leaf, accumulate)]  # fmt: skip
         mine = np.arange(begin + size * self.rank // self.world_size, begin + size * (self.rank + 1) // self.world_size)
         largest = -(-size // self.world_size)
-        full = self._full_size if self.fill else 1
+        full = self._full_size(batch.planned, accumulate) if self.fill else 1
         # Every rank takes part in every exchange, also in those of a forward pass (SyncBatchNorm): so all of them have
         # the same number of micro-batches, and one without examples computes one that counts for nothing.
-        pieces = min(self.accumulate, largest)
+        pieces = min(accumulate, largest)
         found: list[tuple[Indices, int]] = []
         for piece in [mine] if pieces == 1 else np.array_split(mine, pieces):
             if len(piece) == 0:
@@ -139,12 +203,11 @@ class GlobalBatches:
             found += [(np.concatenate([piece, filler[:missing]]), full), (filler, -missing)]
         return found
 
-    def _leaf(self, begin: int, size: int, leaf: int) -> list[tuple[Indices, int]]:
+    def _leaf(self, begin: int, size: int, leaf: int, accumulate: int) -> list[tuple[Indices, int]]:
         assert self.leaves
         mine = np.arange(begin + size * leaf // self.leaves, begin + size * (leaf + 1) // self.leaves)
-        pieces = np.array_split(mine, min(self.accumulate, -(-size // self.leaves)))
+        pieces = np.array_split(mine, min(accumulate, -(-size // self.leaves)))
         return [(piece, len(piece)) if len(piece) else (np.array([begin]), 0) for piece in pieces]
 
-    @property
-    def _full_size(self) -> int:
-        return -(-self.batch_size // (self.world_size * self.accumulate * self.multiple)) * self.multiple
+    def _full_size(self, planned: int, accumulate: int) -> int:
+        return -(-planned // (self.world_size * accumulate * self.multiple)) * self.multiple

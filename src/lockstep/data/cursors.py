@@ -23,7 +23,7 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 from lockstep.config.values import Interval
-from lockstep.data.batches import MicroBatch
+from lockstep.data.batches import MicroBatch, Position
 from lockstep.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ class Progress:
     step: int = 0  # global batches trained on, however many optimizers stepped for each
     batch: int = 0  # global batches done in the pass over the data that is under way
     examples: int = 0  # examples trained on, over all ranks
+    tokens: int = 0  # tokens trained on, over all ranks, where the task says how many an example has
     epoch_ended: bool = False  # whether the last step was the last of its pass over the data
 
     @property
@@ -176,6 +177,7 @@ class Cursor:
     facts: dict[str, Any] | None = None  # what the position depends on, from the first pass on
     epoch: int = 0  # passes over the source: what its order is a function of
     batch: int = 0  # global batches done in this pass
+    position: Position = field(default_factory=Position)  # the same in examples; streams have none
     # Whether all of them are done. What follows the pass in the user's loop may not be: so the cursor stays at the end
     # until the loop has been left, and a run that is resumed there finds the pass empty.
     ended: bool = False
@@ -199,17 +201,19 @@ class Cursor:
 
     def advance(self, micro: MicroBatch) -> None:
         self.batch, self.ended = micro.batch + 1, micro.completes_epoch
+        self.position = micro.after or self.position
         self.place = None if self.ended else micro.place
 
     def leave(self, finished: bool) -> None:
         self.is_open = False
         if finished or self.ended:
             self.epoch, self.batch, self.ended = self.epoch + 1, 0, False
+            self.position = self.position._replace(batch=0, begin=0)
             self.stream = self.place = None
 
     def state_dict(self) -> dict[str, Any]:
         state = {name: getattr(self, name) for name in ("name", "facts", "epoch", "batch", "ended", "passes", "leader")}
-        look = self.look
+        look, state["position"] = self.look, list(self.position)
         state["look"] = None if look is None else [look.kind, look.count]
         state["sites"] = list(self.sites)
         return state if self.stream is None else {**state, "stream": self.stream}
@@ -277,7 +281,14 @@ class Cursors:
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         self._cursors = [
-            Cursor(**{**state, "look": Look(*state["look"]) if state["look"] else None}, to_skip=state["passes"])
+            Cursor(
+                **{
+                    **state,
+                    "look": Look(*state["look"]) if state["look"] else None,
+                    "position": Position(*state["position"]),
+                },
+                to_skip=state["passes"],
+            )
             for state in states
         ]
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 
 from lockstep.config.training import Data
 from lockstep.data import workers
-from lockstep.data.batches import GlobalBatches, MicroBatch
+from lockstep.data.batches import GlobalBatches, MicroBatch, Position
 from lockstep.data.permutation import Indices, Part
 from lockstep.data.seeding import COLLATING, FETCHING, Key, States, generators_kept, seed_by
 from lockstep.data.workers import Loading, Packed, collate_packed
@@ -54,7 +54,7 @@ class Loader:
         self._keys = _Keys()
         self._worker_loader: DataLoader[Any] | None = None
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[MicroBatch, Any]]:
+    def epoch(self, epoch: int, start: int | Position = 0) -> Iterator[tuple[MicroBatch, Any]]:
         if self._loading.workers:
             return self._from_workers(epoch, start)
         return self._from_here(epoch, start)
@@ -68,13 +68,13 @@ class Loader:
         micro = next(iter(self.plan.micro_batches(0)))
         return micro, self._fetch(micro.indices, self._seeds(micro, 0))
 
-    def _from_here(self, epoch: int, start: int) -> Iterator[tuple[MicroBatch, Any]]:
+    def _from_here(self, epoch: int, start: int | Position) -> Iterator[tuple[MicroBatch, Any]]:
         pin = self._loading.pin_memory and torch.cuda.is_available()
         for micro in self.plan.micro_batches(epoch, start):
             batch = self._fetch(micro.indices, self._seeds(micro, epoch))
             yield micro, (pinned(batch) if pin else batch)
 
-    def _from_workers(self, epoch: int, start: int) -> Iterator[tuple[MicroBatch, Any]]:
+    def _from_workers(self, epoch: int, start: int | Position) -> Iterator[tuple[MicroBatch, Any]]:
         asked: deque[MicroBatch] = deque()  # of the workers, and not handed out yet
         self._keys.next_ones = self._asking(epoch, start, asked)
         if self._worker_loader is None:
@@ -84,7 +84,7 @@ class Loader:
             yield asked.popleft(), batch.unpacked() if isinstance(batch, Packed) else batch
         assert not asked, f"the workers did not fetch {len(asked)} micro-batches"
 
-    def _asking(self, epoch: int, start: int, asked: deque[MicroBatch]) -> Iterator[Any]:
+    def _asking(self, epoch: int, start: int | Position, asked: deque[MicroBatch]) -> Iterator[Any]:
         """Yields what the workers are to fetch, as they get to it."""
         for micro in self.plan.micro_batches(epoch, start):
             asked.append(micro)

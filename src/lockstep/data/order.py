@@ -324,15 +324,15 @@ def make_order(
             )
         return CustomOrder(count, seed, own, bool(values.get("repeats", False)), said_by)
     if ordering.type == "weighted":
-        weights = _of_every_example("weights", ordering.weights, values, dataset)
+        weights = of_every_example("weights", ordering.weights, values, dataset)
         return Weighted(count, seed, weights, ordering.replacement, ordering.count)
     if ordering.type == "buckets":
-        lengths = _of_every_example("lengths", ordering.lengths, values, dataset)
+        lengths = of_every_example("lengths", ordering.lengths, values, dataset)
         return Buckets(count, seed, lengths, batch_size, ordering.window)
     return Shuffled(count, seed) if ordering.type == "shuffled" else Sequential(count)
 
 
-def _of_every_example(name: str, file: str | None, values: Mapping[str, Any], dataset: Any) -> Any:
+def of_every_example(name: str, file: str | None, values: Mapping[str, Any], dataset: Any) -> Any:
     """Returns one value per example: from a file, from the caller, or from the dataset; of a part, its own."""
     whole: Any = dataset.dataset if isinstance(dataset, Part) else dataset
     found = _read(name, file) if file is not None else values.get(name)

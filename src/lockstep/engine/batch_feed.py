@@ -15,7 +15,7 @@ from typing import Any
 
 from lockstep.config.load import uneven_shares
 from lockstep.config.schema import RunSettings
-from lockstep.data.batches import MicroBatch
+from lockstep.data.batches import MicroBatch, Position, Ramps
 from lockstep.data.cursors import Cursor, Cursors, Progress
 from lockstep.data.loader import Collate, Loaders, check_dataset, one_ahead
 from lockstep.data.order import choose
@@ -87,6 +87,7 @@ class BatchFeed:
         )  # fmt: skip
         self.progress = Progress()
         self.cursors = Cursors()
+        self.ramps = Ramps()  # of what is trained on
         self.step: Step | None = None  # the current one, or the last until the next begins
         self.busy_since = 0.0
         self.was_asked = False  # for an epoch or a batch
@@ -134,6 +135,7 @@ class BatchFeed:
         taken = step.count()
         progress.step += 1
         progress.examples += step.whole
+        progress.tokens += step.tokens
         progress.epoch_ended = any(micro.completes_epoch for micro in taken)
         progress.batch = max((micro.batch + 1 for micro in taken), default=0)
         return True
@@ -167,7 +169,8 @@ class BatchFeed:
         check_dataset(dataset, "the dataset")
         chosen = choose(given.order, given.shuffle, dataset, batch_size, self.seed)
         source = self.cursors.find(dataset, chosen.count, name, site)
-        plan = self._loaders.plan(dataset, batch_size, accumulate=accumulate, given=chosen, drop_last=drop_last)
+        how: dict[str, Any] = {"given": chosen, "drop_last": drop_last, "ramps": self.ramps}
+        plan = self._loaders.plan(dataset, batch_size, accumulate=accumulate, **how)
         if plan.batches == 0:
             raise ConfigError(
                 f"the training data has {chosen.length} examples, fewer than one batch of {batch_size}, and "
@@ -179,6 +182,7 @@ class BatchFeed:
             "drop_last": drop_last,
             "seed": self.seed,
             **chosen.facts(source.epoch),
+            **self.ramps.facts(),
         }
         compares = not source.opened or chosen.drawn_anew
 
@@ -186,7 +190,8 @@ class BatchFeed:
             if compares:
                 self.compare_order(cursor.name, facts)
             loader = self._loaders.for_training(cursor.name, dataset, plan, given.collate, given.loading)
-            micros: Any = loader.epoch(cursor.epoch, plan.batches if cursor.ended else cursor.batch)
+            at = Position(begin=chosen.length) if cursor.ended else cursor.position
+            micros: Any = loader.epoch(cursor.epoch, at)
             ahead = self._runtime.copies_ahead and loader.fetches_ahead
             return one_ahead(micros, self._runtime.begin_move) if ahead else micros  # type: ignore[return-value]
 
@@ -215,7 +220,7 @@ class BatchFeed:
                 shuffle=shuffle, buffer=self._shuffle_buffer, saved=cursor.stream, name=cursor.name,
             )  # fmt: skip
             cursor.kind = walk.kind
-            return _with_plain_places(walk.in_step(self._group), source.name)
+            return _with_plain_places(walk.in_step(self._group), source.name, self.ramps.tokens)
 
         return PlannedPass(data, facts, name, site, accumulate, begin)
 
@@ -388,6 +393,7 @@ class BatchFeed:
                 self.cursors.leave(each, finished=True)
         self._gradients.carry_over(step)
         self.progress.examples += step.whole
+        self.progress.tokens += step.tokens
         self.step = None
 
     def _drop_abandoned_step(self) -> None:
@@ -418,12 +424,12 @@ class BatchFeed:
         self._streams.close(at_once)
 
 
-def _with_plain_places(micros: MicroBatches, name: str) -> MicroBatches:
-    """Yields the micro-batches of a stream; refuses one whose position cannot be saved."""
+def _with_plain_places(micros: MicroBatches, name: str, tokens: Any = None) -> MicroBatches:
+    """Yields the micro-batches of a stream of examples with so many tokens; refuses a position that cannot be saved."""
     looked = False
     with contextlib.closing(micros):
         for micro, batch in micros:
             if not looked and micro.place is not None:
                 require_plain(micro.place(), name)
                 looked = True
-            yield micro, batch
+            yield (micro._replace(tokens=micro.whole * tokens) if tokens else micro), batch

@@ -22,13 +22,15 @@ class Step:
         self.pending = False  # whether there are gradients that no optimizer has used
         self.partly_ended = False  # whether a source of it has ended, and another has not
         self.taken = self.trained = 0  # micro-batches so far, and when a backward pass was made last
-        self._examples_before = 0  # of global batches that later ones of the same source have replaced
+        # Examples and tokens of global batches that later ones of the same source have replaced.
+        self._examples_before = self._tokens_before = 0
 
     def take(self, cursor: Cursor, micro: MicroBatch) -> None:
         """Adds a micro-batch, in place of the last one of its source."""
         before = self._current.get(cursor.name)
         if before is not None and before[1].completes_batch:  # the loop accumulates over batches
             self._examples_before += before[1].whole
+            self._tokens_before += before[1].tokens
         self._current[cursor.name] = (cursor, micro)
         self._micro = micro
         self.taken += 1
@@ -112,3 +114,8 @@ class Step:
     def whole(self) -> int:
         """How many examples it was trained on, over all ranks."""
         return self._examples_before + sum(micro.whole for _, micro in self._current.values())
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens these have, where they are counted."""
+        return self._tokens_before + sum(micro.tokens for _, micro in self._current.values())

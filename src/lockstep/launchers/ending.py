@@ -93,7 +93,7 @@ def _say_end(
         then = "go on from the last checkpoint" if saved else "nothing was saved; start over"
         say(f"ended at once; {then} with: {go_on}")
         return result.exit_code
-    limit = "steps" if config.train.steps is not None else "epochs"
+    limit = next((name for name in ("steps", "tokens") if getattr(config.train, name) is not None), "epochs")
     for line in closing_lines(folder, where, f"{go_on} --set train.{limit}=N", here=pod is None and url is None):
         say(line)
     if pod:

@@ -240,7 +240,7 @@ def real(function: Any, *arguments: Any) -> Any:
         return function(*arguments)
 
 
-LONG = RunLength(10**9, 10**6)
+LONG = RunLength(10**9, 1000)
 
 
 def quiet(config: RunConfig, **more: Any) -> RunConfig:

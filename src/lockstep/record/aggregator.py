@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 # After so many skipped steps in a row the weights themselves are not finite any more.
 SKIPS_IN_A_ROW = 100
-_NO_METRICS = ("step", "epoch", "examples", "skipped_steps", "lr")
+_NO_METRICS = ("step", "epoch", "examples", "tokens", "skipped_steps", "lr")
 
 
 @dataclass
@@ -146,6 +146,8 @@ class MetricAggregator:
         values: dict[str, Any] = {}
         if self._skips["since_row"]:
             values["skipped_steps"], self._skips["since_row"] = self._skips["since_row"], 0
+        if progress.tokens:
+            values["tokens"] = progress.tokens
         values |= {name: float(rate) for name, rate in self.learning_rates.items()}
         self._pending = Pending(
             progress.step,

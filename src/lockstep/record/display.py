@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NEW_BEST = "new best"  # marks a row for the display alone
-_NOT_METRICS = ("step", "epoch", "lr", "examples_per_second", NEW_BEST)
+_NOT_METRICS = ("step", "epoch", "lr", "tokens", "examples_per_second", NEW_BEST)
 # A lag is shown where it costs this fraction of a step and at least so many seconds.
 _LAG_FRACTION, _LAG_SECONDS = 0.05, 0.010
 

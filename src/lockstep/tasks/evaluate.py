@@ -82,7 +82,7 @@ def _note(trained: Path, folder: Path, record: dict[str, Any], launch: str) -> N
 
 
 # Schedulers are made, and never stepped: so long a run refuses none of them.
-_ANY_LENGTH = RunLength(10**9, 10**6)
+_ANY_LENGTH = RunLength(10**9, 1000)
 
 RESULT_FILE = "after.json"  # in the folder of the work, for the command that started it
 

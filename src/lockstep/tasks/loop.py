@@ -39,7 +39,7 @@ def train(
         return stop
     if own.reason is not None:  # the run was ended before it could stop for it
         return own.reason
-    training_step = step_of(task)
+    training_step, lengths = step_of(task), limits.sequence_lengths
     for _ in run.epochs(limits.epoch_limit):
         batches = run.batches(
             data,
@@ -51,8 +51,13 @@ def train(
             collate=collate,
         )
         for batch in batches:
-            if limits.steps is not None and run.progress.step >= limits.steps:
+            progress = run.progress
+            if limits.is_done(progress.step, progress.tokens):
                 return None
+            if lengths is not None:
+                batch = task.cut(batch, lengths.at(progress.step, progress.tokens))
+            for callback in callbacks:
+                callback.before_batch(run, batch)
             own.before_batch(run, batch)
             complete = training_step(run, task, batch)
             own.after_batch(run, batch)
@@ -60,7 +65,7 @@ def train(
                 continue
             own.after_step(run)
             stop = _after_user_callbacks(run, callbacks, own)
-            if stop or run.progress.step == limits.steps:
+            if stop or limits.is_done(progress.step, progress.tokens):
                 return stop
     return run.stopped
 

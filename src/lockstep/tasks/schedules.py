@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from lockstep.config.schema import RunConfig, Scheduler
 from lockstep.config.training import Schedule as ScheduleSettings
 from lockstep.config.values import Interval
+from lockstep.data.batches import GlobalBatches, Position, Ramps
 from lockstep.data.cursors import Due
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
@@ -25,6 +26,7 @@ from lockstep.tasks.validation import Validation, metric_value
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
+_NO_RAMPS = Ramps()
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class RunLength:
     """
 
     steps: int | None
-    steps_per_epoch: int | None
+    epochs: int | None
     made_for: dict[str, int] = field(default_factory=dict)
 
     def of_task(self, task: Any, optimizers: Any) -> Any:
@@ -94,8 +96,8 @@ class RunLength:
     def _times(self, every: Interval) -> int | None:
         if every.unit == "step":
             found = self.steps
-        elif every.unit == "epoch" and None not in (self.steps, self.steps_per_epoch):
-            found = int(self.steps) // int(self.steps_per_epoch)  # type: ignore[arg-type]
+        elif every.unit == "epoch":
+            found = self.epochs
         else:
             found = None
         return None if found is None else max(1, found // int(every.count))
@@ -122,32 +124,48 @@ class RunLength:
 _UNKNOWN = "but how many steps this run has is not known: its data has no length. Set train.steps"
 
 
-def run_length(config: RunConfig, examples: int | None) -> RunLength:
-    """Returns the length of a run over so many examples; None where the data has no length."""
+def run_length(config: RunConfig, examples: int | None, ramps: Ramps = _NO_RAMPS) -> RunLength:
+    """Returns the length of a run over so many examples; None where the data has no length, or tells it too late."""
     limits = config.train
-    if examples is None:
+    counted = limits.tokens is not None or (ramps.batch is not None and ramps.batch.by_tokens)
+    if examples is None or (counted and not isinstance(ramps.tokens, int)):
         return RunLength(limits.steps, None)
-    whole, rest = divmod(examples, limits.batch_size)
-    per_epoch = max(1, whole + (1 if rest and not config.data.drop_last else 0))
-    steps = limits.steps if limits.epoch_limit is None else per_epoch * limits.epoch_limit
-    return RunLength(steps, per_epoch)
+    plan = GlobalBatches(
+        examples, limits.batch_size, shuffle=False, drop_last=config.data.drop_last,
+        ramps=replace(ramps, tokens=ramps.tokens if counted else None),
+    )  # fmt: skip
+    if limits.tokens is None and ramps.batch is None:
+        per_epoch = max(1, plan.batches)
+        steps = limits.steps if limits.epoch_limit is None else per_epoch * limits.epoch_limit
+        return RunLength(steps, None if steps is None else steps // per_epoch)
+    at, epochs = Position(), 0
+    while plan.batches and epochs != limits.epoch_limit:
+        for batch in plan.walk(0, at._replace(batch=0, begin=0)):
+            at = batch.after
+            if limits.is_done(at.steps, at.tokens):
+                return RunLength(at.steps, epochs + batch.is_last)
+        epochs += 1
+    return RunLength(at.steps, epochs)
 
 
 def as_schedule(given: Any) -> Schedule:
     return given if isinstance(given, Schedule) else Schedule(given)
 
 
-def factor(schedule: ScheduleSettings, total: int | None) -> Callable[[int], float]:
-    """Returns the learning-rate multiplier by step: linear warm-up, then a fall to `final` at the end of the run."""
-    warmup = _warmup_steps(schedule, total)
+def factor(schedule: ScheduleSettings, total: int | None) -> Callable[..., float]:
+    """Returns the learning-rate multiplier of a step: linear warm-up, then a fall to `final` at the end of the run.
+
+    It is a function of how many steps are done; or of how many tokens, and how many there will be after the step.
+    """
+    warmup = _warmup(schedule, total)
     falling = (total or 0) - warmup
 
-    def at(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
+    def at(done: int, after: int | None = None) -> float:
+        if done < warmup:
+            return min((done + 1 if after is None else after) / warmup, 1.0)
         if schedule.type == "constant":
             return 1.0
-        left = 1.0 - min((step - warmup) / falling, 1.0)
+        left = 1.0 - min((done - warmup) / falling, 1.0)
         if schedule.type == "cosine":
             left = 0.5 * (1.0 - math.cos(math.pi * left))
         elif schedule.type == "polynomial":
@@ -158,14 +176,23 @@ def factor(schedule: ScheduleSettings, total: int | None) -> Callable[[int], flo
 
 
 class NamedSchedule(LambdaLR):
-    """A schedule by name. A run that is resumed with another number of steps follows the schedule of that many."""
+    """A schedule by name. A run that is resumed with another length follows the schedule of that length."""
 
-    def __init__(self, optimizer: Optimizer, schedule: ScheduleSettings, total: int | None) -> None:
+    def __init__(
+        self, optimizer: Optimizer, schedule: ScheduleSettings, total: int | None, tokens: bool = False
+    ) -> None:
+        """With `tokens`, `total` counts these, and the rate of every step is set before it, by `set_rate`."""
+        self.by_tokens = tokens
         super().__init__(optimizer, factor(schedule, total))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        by_tokens = self.by_tokens
         super().load_state_dict(dict(state_dict))
-        rates = [base * at(self.last_epoch) for base, at in zip(self.base_lrs, self.lr_lambdas, strict=True)]
+        self.by_tokens = by_tokens
+        self.set_rate(self.last_epoch)
+
+    def set_rate(self, *done: int) -> None:
+        rates = [base * at(*done) for base, at in zip(self.base_lrs, self.lr_lambdas, strict=True)]
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
@@ -174,21 +201,40 @@ class NamedSchedule(LambdaLR):
         self._last_lr = rates
 
 
-def _warmup_steps(schedule: ScheduleSettings, total: int | None) -> int:
+def counts_tokens(schedule: ScheduleSettings, tokens: int | None) -> bool:
+    """Returns whether a schedule follows the tokens of a run that trains on so many, or until another limit."""
+    if tokens is None and schedule.warms_up_by_tokens and schedule.type != "constant":
+        raise ConfigError(
+            f"scheduler.warmup: {schedule.warmup}, but the run ends by its steps, which the rate falls by: set "
+            "train.tokens, or give the warm-up in steps"
+        )
+    in_steps = isinstance(schedule.warmup, int) and schedule.warmup > 0
+    if tokens is not None and in_steps and schedule.type != "constant":
+        raise ConfigError(
+            f"scheduler.warmup: {schedule.warmup} steps, but with train.tokens: {tokens} the rate falls by tokens: "
+            'write "1e8 tokens", or a fraction such as "5%"'
+        )
+    return schedule.warms_up_by_tokens or (tokens is not None and not in_steps)
+
+
+def _warmup(schedule: ScheduleSettings, total: int | None) -> int:
     if total is None and schedule.needs_total():
         what = schedule.type if schedule.type != "constant" else f"warmup: {schedule.warmup}"
         raise ConfigError(
             f"scheduler: {what} has to know how many steps the run has, and data without a length does not tell: set "
             "train.steps"
         )
-    if isinstance(schedule.warmup, str):
+    if isinstance(schedule.warmup, str) and schedule.warms_up_by_tokens:
+        warmup = int(schedule.warmup.split()[0])
+    elif isinstance(schedule.warmup, str):
         assert total is not None
         warmup = round(float(schedule.warmup.rstrip("% ")) / 100 * total)
     else:
         warmup = schedule.warmup
     if total is not None and warmup >= total and schedule.type != "constant":
+        unit = "tokens" if schedule.warms_up_by_tokens else "steps"
         raise ConfigError(
-            f"scheduler.warmup: {schedule.warmup} is {warmup} steps, but the run has {total}: there is none left "
+            f"scheduler.warmup: {schedule.warmup} is {warmup} {unit}, but the run has {total}: there is none left "
             f"in which the rate could fall ({schedule.type}). Make it shorter, or train longer"
         )
     return warmup
@@ -199,12 +245,20 @@ class Scheduling(Callback):
 
     def __init__(self, schedules: Sequence[Schedule], validation: Validation) -> None:
         self._validation = validation
-        self._schedules = [(each.scheduler, Due(each.interval), _monitored(each)) for each in schedules]
+        by_tokens = [each.scheduler for each in schedules if getattr(each.scheduler, "by_tokens", False)]
+        self._by_tokens: list[NamedSchedule] = by_tokens
+        self._schedules = [(each.scheduler, Due(each.interval), _monitored(each)) for each in schedules
+                           if each.scheduler not in by_tokens]  # fmt: skip
 
     @property
     def monitors(self) -> list[str]:
         """The metrics that are watched."""
         return list(dict.fromkeys(name for _, _, name in self._schedules if name is not None))
+
+    def before_batch(self, run: Run, batch: Any) -> None:
+        done, step = run.progress.tokens, run._engine.feed.step
+        for schedule in self._by_tokens:
+            schedule.set_rate(done, done + (0 if step is None else step.tokens))
 
     def after_step(self, run: Run) -> str | None:
         for scheduler, due, monitor in self._schedules:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -16,14 +17,15 @@ from lockstep.config.schema import Component, InitFrom, RunConfig
 from lockstep.config.training import EVERY_STEP, Ordering, OtherOptimizer
 from lockstep.config.training import Optimizer as OptimizerSettings
 from lockstep.config.training import Schedule as NamedSettings
-from lockstep.data.order import Order, Sequential, make_order
+from lockstep.data.batches import Ramps
+from lockstep.data.order import Buckets, Order, Sequential, make_order, of_every_example
 from lockstep.data.stream_reader import is_stream
 from lockstep.engine.models import DEFAULT, MATCH
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
 from lockstep.strategy.combined import CombinedOptimizer
 from lockstep.tasks.parameters import OTHERS, freeze, matrices_and_others, parameter_groups
-from lockstep.tasks.schedules import NamedSchedule, RunLength, Schedule, as_schedule
+from lockstep.tasks.schedules import NamedSchedule, RunLength, Schedule, as_schedule, counts_tokens
 from lockstep.tasks.task import Task, defines
 
 logger = logging.getLogger(__name__)
@@ -108,7 +110,9 @@ def _schedules(
         return {name: as_schedule(each) for name, each in own.items()}
     scheduler = config.scheduler
     if isinstance(scheduler, NamedSettings):
-        return {name: Schedule(NamedSchedule(each, scheduler, length.steps), EVERY_STEP) for name, each in
+        tokens = counts_tokens(scheduler, config.train.tokens)
+        total = config.train.tokens if tokens else length.steps
+        return {name: Schedule(NamedSchedule(each, scheduler, total, tokens), EVERY_STEP) for name, each in
                 optimizers.items()}  # fmt: skip
     component = Component.model_validate({"type": scheduler.type, **length.arguments(scheduler)})
     return {
@@ -175,6 +179,45 @@ def order_of(task: Task, config: RunConfig, dataset: Dataset[Any]) -> Order | No
         values = {"order": task.order, "repeats": getattr(task, "order_repeats", False)}
     said_by = f"task: {type(task).__name__}.order"
     return make_order(asked, dataset, config.train.batch_size, config.seed, values, said_by)
+
+
+def ramps_of(task: Task, config: RunConfig, dataset: Dataset[Any], order: Order | None) -> Ramps:
+    """Returns the config's ramps, with the tokens of the training data if the task counts them."""
+    limits, schedule, name = config.train, config.scheduler, type(task).__name__
+    batch, sequence, counts = limits.batch_sizes, limits.sequence_lengths, defines(task, "tokens_per_example")
+    ramps = {"train.batch_ramp": batch, "train.sequence_ramp": sequence}
+    asked = [path for path, each in ramps.items() if each is not None]
+    by_tokens = [path for path, each in ramps.items() if each is not None and each.by_tokens]
+    by_tokens += ["train.tokens"] if limits.tokens is not None else []
+    by_tokens += ["scheduler.warmup"] if isinstance(schedule, NamedSettings) and schedule.warms_up_by_tokens else []
+    wrong = (
+        f"{asked[0]}: train_data() is a stream ({type(dataset).__name__}), of which ranks read different parts: ramps "
+        "are for data with __len__ and __getitem__" if asked and order is None
+        else f"train.batch_ramp: data.order: buckets puts {limits.batch_size} examples of similar length together, and "
+        "smaller batches would cut through them: choose another order, or leave the ramp out"
+        if batch is not None and isinstance(order, Buckets)
+        else f"train.sequence_ramp: {name} does not define cut(self, batch, length), which cuts batches"
+        if sequence is not None and not defines(task, "cut")
+        else f"{by_tokens[0]}: tokens are counted by {name}.tokens_per_example(self), which is not defined: return how "
+        "many every example has, or a list with one number for each" if by_tokens and not counts
+        else None
+    )  # fmt: skip
+    if wrong is not None:
+        raise ConfigError(wrong)
+    tokens: Any = _value(task, "tokens_per_example") if counts else None
+    if counts and order is not None and not isinstance(tokens, int):
+        tokens = np.asarray(of_every_example("tokens_per_example", None, {"tokens_per_example": tokens}, dataset))
+    if counts and (
+        np.asarray(tokens).dtype.kind not in "iu"
+        or np.shape(tokens) not in ([()] if order is None else [(), (order.count,)])
+        or np.min(tokens) < 0
+        or np.max(tokens) < 1
+    ):
+        raise ConfigError(
+            f"task: {name}.tokens_per_example() must return a whole number above 0, or (not for a stream) one for each "
+            f"example of train_data(); got {tokens!r}"
+        )
+    return Ramps(batch, sequence, tokens)
 
 
 def _value(task: Task, name: str) -> Any:

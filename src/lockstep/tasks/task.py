@@ -104,6 +104,14 @@ class Task(abc.ABC):
         """For `data.order: buckets`: how long each example of train_data() is."""
         raise NotImplementedError
 
+    def tokens_per_example(self) -> int | Sequence[int]:
+        """How many tokens every example of train_data() has, or each of them: `run.progress.tokens` counts them."""
+        raise NotImplementedError
+
+    def cut(self, batch: Any, length: int) -> Any:
+        """For `train.sequence_ramp`: a training batch with its sequences cut to a length."""
+        raise NotImplementedError
+
     def optimizer(self, model: Any) -> Any:
         """Used where the config names no optimizer; given several models, one for each, by the same names."""
         return None

@@ -23,7 +23,7 @@ from lockstep.tasks.loop import train
 from lockstep.tasks.measure import TaskMeasure
 from lockstep.tasks.parameters import log_summary
 from lockstep.tasks.schedules import Scheduling, run_length
-from lockstep.tasks.setup import order_of, set_up
+from lockstep.tasks.setup import order_of, ramps_of, set_up
 from lockstep.tasks.task import Task, defines
 from lockstep.tasks.validation import (
     Checkpointing,
@@ -58,7 +58,8 @@ def _fit(run: Run, config: RunConfig, task: Task, own: UserCallbacks) -> dict[st
     datasets = limited(whole, config)
     order = order_of(task, config, datasets["train"])
     collate: Collate | None = getattr(task, "collate", None)
-    length = run_length(config, order.length if order is not None else None)
+    ramps = run._engine.feed.ramps = ramps_of(task, config, datasets["train"], order)
+    length = run_length(config, order.length if order is not None else None, ramps)
     schedules = set_up(run, task, config, length)
     if run.is_main:
         log_summary(run.modules, run._engine.strategy.name)

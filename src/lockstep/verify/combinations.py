@@ -132,6 +132,7 @@ def needed(steps: int) -> tuple[str, ...]:
     """Returns what the comparison itself rests on, after the user's overrides."""
     return (
         "train.epochs=null",
+        "train.tokens=null",
         f"train.steps={steps}",
         "early_stop=null",
         "log={every: 1 step, jsonl: true}",  # and no loggers
