@@ -57,10 +57,8 @@ def train(
     prepare: Prepare = lambda folder: None,
     opened: Callable[[Path], None] = lambda folder: None,
 ) -> int:
-    """Trains a config as one rank. Returns the exit code of an orderly end.
-
-    On every rank, `opened` is called with the run's folder, and `ended` with the summary that rank 0 wrote.
-    """
+    """Trains a config as one rank. Returns the exit code of an orderly end. On every rank, `opened` is called with the
+    run's folder, and `ended` with the summary that rank 0 wrote."""
     with exit_is_failure(), Rank(config, topology) as rank:
         rank.join(lambda: import_object(source_of(config.task), "task"))
         run = rank.open(make_folder, True, prepare, held=topology.watched)
@@ -146,10 +144,8 @@ class Rank:
         device_index: int | None = None,
         adapt: Callable[[Runtime], None] = lambda device: None,
     ) -> None:
-        """Chooses the device (of the local rank, if a cluster engine has not), holds the roll call, joins the group.
-
-        Sends heartbeats from here on. `adapt` is called with the device once the store is there, before the roll call.
-        """
+        """Chooses the device (of the local rank, if a cluster engine has not), holds the roll call, joins the group and
+        sends heartbeats. `adapt` is called with the device once the store is there, before the roll call."""
         settings, topology = self.settings, self.topology
         # The settings that ranks compare are those that the run was given: a host may have fewer processes.
         here = settings.model_copy(update={"processes": topology.local_world_size})

@@ -110,10 +110,8 @@ class Run:
         self._engine.group.barrier(name)
 
     def stop(self, reason: str) -> None:
-        """Ends training on all ranks at the same step: `batches` and `epochs` then end there.
-
-        Ranks learn of it at the next control sync, about half a second later; `run.stopped` has the reason.
-        """
+        """Ends training on all ranks at the same step: `batches` and `epochs` then end there. Ranks learn of it at the
+        next control sync, about half a second later; `run.stopped` has the reason."""
         self._engine.requests.stop = self._engine.requests.stop or reason
 
     @property
@@ -210,10 +208,8 @@ class Run:
         return self._engine.progress
 
     def epochs(self, count: int | None) -> Iterator[int]:
-        """Yields the epochs still to do, up to `count` (without end where it is None).
-
-        An epoch is done when the loop comes back for the next one, so that what follows its last batch belongs to it.
-        """
+        """Yields the epochs still to do, up to `count` (without end where it is None). An epoch is done when the loop
+        comes back for the next one, so that what follows its last batch belongs to it."""
         return self._engine.epochs(count)
 
     def batches(
@@ -300,10 +296,8 @@ class Run:
         return step is None or step.completes_batch
 
     def log(self, **values: Tensor | Mean | float) -> None:
-        """Logs values of the current batch; means over all ranks are written every `log.every`.
-
-        Values that are logged outside of a batch get a separate row.
-        """
+        """Logs values of the current batch; means over all ranks are written every `log.every`. Values that are logged
+        outside of a batch get a separate row."""
         self._engine.log(values)
 
     def log_image(self, name: str, image: Any) -> None:
@@ -330,10 +324,8 @@ class Run:
         collate: Collate | None = None,
         name: str = "validation",
     ) -> dict[str, float]:
-        """Returns exact means over a dataset of what `measure(batch)` returns: one value per example, or a Mean.
-
-        Equal on all ranks. With `on="rank0"`, rank 0 measures alone. Use run.module inside, never the wrapper.
-        """
+        """Returns exact means over a dataset of what `measure(batch)` returns: one value per example, or a Mean. Equal
+        on all ranks. With `on="rank0"`, rank 0 measures alone. Use run.module inside, never the wrapper."""
         source = source_of(dataset, batch_size, collate, True, False, None, self._engine.settings.seed)
         return self._engine.evaluate(measure, source, on, name)
 
@@ -346,10 +338,8 @@ class Run:
         self._engine.register_state(name, part, per_rank=per_rank)
 
     def checkpoint(self, value: float | None = None, metrics: Mapping[str, float] | None = None) -> None:
-        """Saves everything needed to resume bit for bit; `value` is what the best checkpoints are kept by.
-
-        After the inner loop of an epoch, the epoch is saved as done: call it last.
-        """
+        """Saves everything needed to resume bit for bit; `value` is what the best checkpoints are kept by. After the
+        inner loop of an epoch, the epoch is saved as done: call it last."""
         with self.region("checkpoint"):
             self._engine.save(value, metrics, explicit=True)
 

@@ -28,10 +28,8 @@ from lockstep.strategy.placing import Initialise, Parallelize, initialise
 
 
 class Strategy(abc.ABC):
-    """Places models, and owns what depends on that: gradients, state, and what ranks compare.
-
-    Nothing outside of a strategy may assume that a rank has whole tensors.
-    """
+    """Places models, and owns what depends on that: gradients, state, and what ranks compare. Nothing outside of a
+    strategy may assume that a rank has whole tensors."""
 
     name: str
     # Whether placing gives every rank what rank 0's model has; where not, each must have the same before.

@@ -34,18 +34,14 @@ class Task(abc.ABC):
         or anything else that can be iterated over again. docs/data.md"""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor | Mean | tuple[Tensor | Mean, Mapping[str, Any]]:
-        """A scalar: the mean over the batch; or lockstep.Mean(total, count), where it is a mean over tokens.
-
-        With a mapping beside it, `loss, {"name": value}`, these values are logged as means over the global batch too.
-        Every task has one, except those that define training_step.
-        """
+        """A scalar: the mean over the batch; or lockstep.Mean(total, count), where it is a mean over tokens. With a
+        mapping beside it, `loss, {"name": value}`, these values are logged as means over the global batch too. Every
+        task has one, except those that define training_step."""
         raise NotImplementedError
 
     def training_step(self, run: Run, batch: Any) -> Mapping[str, Any] | None:
-        """One training step in place of loss, backward and step: for several models, optimizers or losses.
-
-        Calls run.backward and run.step for each optimizer; what is returned is logged.
-        """
+        """One training step in place of loss, backward and step: for several models, optimizers or losses. Calls
+        run.backward and run.step for each optimizer; what is returned is logged."""
         raise NotImplementedError
 
     def evaluate_step(
@@ -90,10 +86,8 @@ class Task(abc.ABC):
         return None
 
     def order(self, epoch: int, seed: int, count: int) -> Sequence[int]:
-        """The order of an epoch's examples, where `data.order` is `own` or not given: the same on all ranks.
-
-        Every index of range(count) once; with `order_repeats = True` in the class, any of them any number of times.
-        """
+        """The order of an epoch's examples, where `data.order` is `own` or not given: the same on all ranks. Every
+        index of range(count) once; with `order_repeats = True` in the class, any of them any number of times."""
         raise NotImplementedError
 
     def weights(self) -> Sequence[float]:

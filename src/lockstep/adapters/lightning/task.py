@@ -17,6 +17,7 @@ from lockstep.adapters.lightning.sets import Sets
 from lockstep.adapters.lightning.trainer import Trainer, nothing, transferred
 from lockstep.config.objects import construct, import_object
 from lockstep.config.schema import RunConfig
+from lockstep.data.batches import GlobalBatches
 from lockstep.data.source import makes_batches, taken
 from lockstep.data.stream_reader import is_stream
 from lockstep.engine.models import DEFAULT
@@ -135,8 +136,9 @@ class Module(Task):
             if source is not None and self.accumulates > 1:
                 loader = self._several_batches(source)
         whole = run_length(config, length)
-        if whole.steps_per_epoch is not None:
-            trainer.num_training_batches = whole.steps_per_epoch * config.train.accumulate
+        if length is not None:
+            plan = GlobalBatches(length, config.train.batch_size, shuffle=False, drop_last=config.data.drop_last)
+            trainer.num_training_batches = max(1, plan.batches) * config.train.accumulate
         trainer.estimated_stepping_batches = float("inf") if whole.steps is None else whole.steps
         return loader
 
