@@ -45,7 +45,7 @@ RUNNABLE = [page for page in PAGES if blocks(page, "sh", "python") and page not 
 # Pages whose every command has a shorter test elsewhere, with the same packages.
 LONG = (
     "afterwards.md", "checkpoints.md", "coming-from.md", "data.md", "index.md", "lightning.md", "logging.md",
-    "parity.md", "pretrained.md", "report.md", "run.md", "runs.md", "tasks.md",
+    "parity.md", "planning.md", "pretrained.md", "report.md", "run.md", "runs.md", "tasks.md",
 )  # fmt: skip
 
 

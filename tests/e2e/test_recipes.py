@@ -34,7 +34,12 @@ def test_the_page_has_them_all() -> None:
     assert {each.partition(":")[0] for each in TASKS} == {each.name for each in RECIPES.glob("*.py")}
 
 
-@pytest.mark.parametrize("task", TASKS)
+SHORT = ("wgan_gp.py:Wgan", "clip.py:Clip", "reinforce.py:Reinforce", "folds.py:Folds")
+
+
+@pytest.mark.parametrize(
+    "task", [each if each in SHORT else pytest.param(each, marks=pytest.mark.long) for each in TASKS]
+)
 def test_two_processes_compute_what_one_does(task: str, tmp_path: Path) -> None:
     one, two = (train(task, tmp_path / str(processes), processes) for processes in (1, 2))
     assert len(one) == 12

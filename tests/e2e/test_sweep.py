@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 
+import pytest
 import yaml
 
 from conftest import TASK_FILE, Project, steps_saved, summary, wait_until
@@ -42,6 +43,7 @@ def test_a_sweep_goes_on_past_a_failure_and_is_continued_by_the_same_command(pro
     assert shown.code == 0 and "2 runs" in shown.err, shown.text
 
 
+@pytest.mark.long
 def test_trials_are_the_runs_that_single_commands_train(project: Project) -> None:
     config = project.config()
     single = project.train("--set", "optimizer.lr=0.03", "--set", "launch.threads=1", out="single")

@@ -53,8 +53,12 @@ def test_parts_of_sequences_give_the_numbers_of_one_process(
     [
         ({"kind": "own"}, r"layers.0 \(Own\) does not call torch.nn.functional.scaled_dot_product_attention"),
         ({"kind": "convolved"}, r"layers.0 \(Convolved\) computes something else from parts of a sequence"),
-        ({"length": 15}, "sequences of 15 tokens cannot be divided among 2 ranks: pad them, or cut them to 14"),
-        ({"kind": "llama", "dropout": 0.1}, r"attention with dropout \(0.1\) cannot be split"),
+        pytest.param(
+            {"length": 15},
+            "sequences of 15 tokens cannot be divided among 2 ranks: pad them, or cut them to 14",
+            marks=pytest.mark.long,
+        ),
+        pytest.param({"kind": "llama", "dropout": 0.1}, r"attention with dropout \(0.1\)", marks=pytest.mark.long),
         ({"compile": True}, "compile: .* context"),
     ],
 )

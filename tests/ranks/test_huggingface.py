@@ -133,6 +133,7 @@ def export(run: Path, out: Path, *more: str) -> Path:
     return out
 
 
+@pytest.mark.long
 def test_an_adapter_is_trained_resumed_and_opened_with_its_model_and_in_it(pretrained: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

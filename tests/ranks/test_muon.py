@@ -18,7 +18,7 @@ WAYS: dict[str, tuple[int, Any]] = {
     "fsdp-2": (2, "fsdp"),
     **{name: MESHES[name] for name in ("fsdp-3", "hsdp-2x2", "tensor-2", "fsdp-tensor-2x2")},
 }
-SHORT = ("ddp-2", "fsdp-3", "fsdp-tensor-2x2")
+SHORT = ("ddp-2", "fsdp-3")
 
 
 def close(mine: dict[str, list[float]], theirs: dict[str, list[float]]) -> bool:

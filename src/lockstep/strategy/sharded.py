@@ -77,7 +77,7 @@ class ShardedStrategy(Strategy):
         more = {} if settings.splits_all else {_WHOLE: 1}
         more |= {} if DATA_AXIS in self._shape else {DATA_AXIS: 1}
         first = (REPLICA_AXIS, CONTEXT_AXIS, DATA_AXIS, _WHOLE)
-        self._mesh = make_mesh(runtime, group, {**self._shape, **more}, first)
+        self._mesh = make_mesh(runtime, group, {**self._shape, **more}, first=first)
         copied = (CONTEXT_AXIS,) if CONTEXT_AXIS in self._shape else ()
         axes = {"fsdp": (*copied, DATA_AXIS), "hsdp": (REPLICA_AXIS, DATA_AXIS)}.get(settings.type, (DATA_AXIS, _WHOLE))
         self._over = self._mesh[axes]  # what fully_shard is given: axes to copy over, then the one to split over
