@@ -128,7 +128,8 @@ def _write_program(model: Any, task: Task, config: RunConfig, to: str, out: Path
             "tensors; --to safetensors writes the weights"
         ) from error
     if to == "torch-export":
-        torch.export.save(program, str(out))
+        with out.open("xb") as stream:  # whatever its name: of a path, torch wants one with a suffix
+            torch.export.save(program, stream)
         return
     made = torch.onnx.export(program, dynamo=True, verbose=False)
     assert made is not None
