@@ -115,7 +115,7 @@ def test_the_nearest_name_is_offered_in_every_section(problems: Problems, text: 
 
 def test_where_no_name_is_near_all_valid_ones_are_listed(problems: Problems) -> None:
     (line,) = problems(TASKED + "train: {qqq: 1}")
-    assert "unknown key, valid are deterministic, exact, epochs, steps, batch_size" in line
+    assert "unknown key, valid are deterministic, exact, epochs, steps, tokens, limit, overfit, batch_size" in line
 
 
 @pytest.mark.requirement("D17")
@@ -148,7 +148,10 @@ def test_where_no_name_is_near_all_valid_ones_are_listed(problems: Problems) -> 
             "scheduler: cosin",
             "scheduler: must be one of constant, linear, cosine or polynomial; did you mean cosine?",
         ),
-        ("scheduler: {type: cosine, warmup: soon}", "scheduler.warmup: must be a number of steps, 500, or a fraction"),
+        (
+            "scheduler: {type: cosine, warmup: soon}",
+            'scheduler.warmup: must be a number of steps, 500, of tokens, "1e8 tokens", or a',
+        ),
         ("scheduler: {type: cosine, warm: 3}", "scheduler.warm: unknown key, did you mean warmup?"),
         (
             "scheduler: {type: constant, final: 0.1}",

@@ -296,7 +296,7 @@ def test_a_task_may_return_loaders() -> None:
         (
             FromLoaders(DataLoader(Numbers(), 32, sampler=Backwards())),
             {"data": {"split": {"train": 0.5, "val": 0.5}}},
-            "data.split: train_data.* its own sampler",
+            "data.split, train.limit: train_data.* its own sampler",
         ),
     ],
 )
