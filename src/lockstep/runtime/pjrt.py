@@ -79,6 +79,8 @@ def check(settings: RunSettings, env: Mapping[str, str], processes: int) -> None
             "strategy.offload: XLA keeps parameters on its devices, and cannot keep them on the host: take it away, or "
             "use more devices (strategy: fsdp splits parameters and optimizer state over them)"
         )
+    if settings.strategy.splits_sequences:
+        raise ConfigError("strategy.mesh: the axis context splits sequences on cpu and cuda, not on xla: remove it")
     for name in settings.strategy.given_for_blocks:
         raise ConfigError(
             f"strategy.{name}: {getattr(settings.strategy, name)}: XLA's compiler decides when and in what dtype "

@@ -123,7 +123,7 @@ class ShardedStrategy(Strategy):
     # Placing
 
     def convert(self, model: nn.Module) -> None:
-        if self._shape.get(CONTEXT_AXIS, 1) > 1:
+        if self._shape.get(CONTEXT_AXIS, 1) > 1 and self._parallelize is None:  # else the user's function splits
             blocks = find_blocks(model, self._settings.blocks)
             context.split_sequences(model, blocks, self._mesh[CONTEXT_AXIS], self._group.activity)
         if self._settings.sync_batchnorm and self.world_size > 1:
