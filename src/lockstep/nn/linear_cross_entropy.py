@@ -69,19 +69,26 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _losses(logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-    return F.cross_entropy(
-        logits.to(_wide(logits.dtype)), labels, reduction="none", ignore_index=ignore_index, label_smoothing=smoothing
-    )
+def _log_probabilities(flat: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    logits = F.linear(flat, weight, bias)
+    return torch.log_softmax(logits, dim=1, dtype=_wide(logits.dtype))
 
 
-def _slope(logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-    """The gradient of each row's loss with respect to its logits: probabilities, less what they should be."""
-    kept = (labels != ignore_index).unsqueeze(1)
-    places = torch.where(kept, labels.unsqueeze(1), 0)
-    slope = torch.softmax(logits, dim=1, dtype=_wide(logits.dtype)) - smoothing / logits.shape[1]
-    slope = slope.scatter_add(1, places, torch.full_like(places, smoothing - 1.0, dtype=slope.dtype))
-    return torch.where(kept, slope, 0.0)
+def _losses(log_probabilities: Tensor, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
+    losses = F.nll_loss(log_probabilities, labels, reduction="none", ignore_index=ignore_index)
+    if not smoothing:
+        return losses
+    spread = torch.where(labels == ignore_index, 0.0, log_probabilities.mean(dim=1))
+    return (1 - smoothing) * losses - smoothing * spread
+
+
+def _slope(log_probabilities: Tensor, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
+    """Returns each row's gradient with respect to its logits, in the memory of the argument; ignored rows have any."""
+    places = torch.where(labels == ignore_index, 0, labels).unsqueeze(1)
+    slope = log_probabilities.exp_()
+    if smoothing:
+        slope.sub_(smoothing / slope.shape[1])
+    return slope.scatter_add_(1, places, torch.full_like(places, smoothing - 1.0, dtype=slope.dtype))
 
 
 class _Gradients:
@@ -95,14 +102,15 @@ class _Gradients:
         self._of_weight = torch.zeros_like(weight, dtype=_wide(weight.dtype)) if wanted[1] else None
         self._of_bias = torch.zeros_like(bias, dtype=_wide(bias.dtype)) if bias is not None and wanted[2] else None
 
-    def add(self, rows: slice, slope: Tensor) -> None:
-        short = slope.to(self._flat.dtype)
+    def add(self, rows: slice, slope: Tensor, factors: Tensor) -> None:
+        """Adds some rows. Their factors go to the narrow sides of the products, not to the wide slope."""
+        short, columns = slope.to(self._flat.dtype), factors.unsqueeze(1)
         if self._wants_input:
-            self._of_input.append(short @ self._weight)
+            self._of_input.append((short @ self._weight * columns).to(self._flat.dtype))
         if self._of_weight is not None:
-            self._of_weight = self._of_weight + short.t() @ self._flat[rows]
+            self._of_weight += short.t() @ (self._flat[rows] * columns).to(self._flat.dtype)
         if self._of_bias is not None:
-            self._of_bias = self._of_bias + slope.sum(0)
+            self._of_bias += factors @ slope
 
     def read(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         of_input = torch.cat(self._of_input) if self._wants_input else None
@@ -127,10 +135,11 @@ class _Total(torch.autograd.Function):
         gradients = _Gradients(flat, weight, bias, wanted[:3])
         total = torch.zeros((), dtype=_wide(flat.dtype), device=flat.device)
         for chunk in _chunks(flat.shape[0], rows):
-            logits = F.linear(flat[chunk], weight, bias)
-            total = total + _losses(logits, labels[chunk], ignore_index, smoothing).sum()
+            log_probabilities, targets = _log_probabilities(flat[chunk], weight, bias), labels[chunk]
+            total = total + _losses(log_probabilities, targets, ignore_index, smoothing).sum()
             if any(wanted[:3]):
-                gradients.add(chunk, _slope(logits, labels[chunk], ignore_index, smoothing))
+                kept = (targets != ignore_index).to(total.dtype)
+                gradients.add(chunk, _slope(log_probabilities, targets, ignore_index, smoothing), kept)
         ctx.save_for_backward(*gradients.read())
         return total
 
@@ -154,7 +163,7 @@ class _Losses(torch.autograd.Function):
         ctx.save_for_backward(flat, weight, bias, labels)
         ctx.how = (ignore_index, smoothing, rows)
         losses = [
-            _losses(F.linear(flat[chunk], weight, bias), labels[chunk], ignore_index, smoothing)
+            _losses(_log_probabilities(flat[chunk], weight, bias), labels[chunk], ignore_index, smoothing)
             for chunk in _chunks(flat.shape[0], rows)
         ]
         return torch.cat(losses) if losses else flat.new_zeros(0, dtype=_wide(flat.dtype))
@@ -166,7 +175,6 @@ class _Losses(torch.autograd.Function):
         ignore_index, smoothing, rows = ctx.how
         gradients = _Gradients(flat, weight, bias, ctx.needs_input_grad[:3])
         for chunk in _chunks(flat.shape[0], rows):
-            logits = F.linear(flat[chunk], weight, bias)
-            slope = _slope(logits, labels[chunk], ignore_index, smoothing) * factors[chunk].unsqueeze(1)
-            gradients.add(chunk, slope)
+            slope = _slope(_log_probabilities(flat[chunk], weight, bias), labels[chunk], ignore_index, smoothing)
+            gradients.add(chunk, slope, torch.where(labels[chunk] == ignore_index, 0.0, factors[chunk]))
         return *gradients.read(), None, None, None, None
