@@ -4,6 +4,7 @@ python benchmarks/plan.py                on a machine with an NVIDIA GPU of 80 G
 python benchmarks/plan.py --quick        anywhere: tiny models, planned alone, which measures nothing
 python benchmarks/plan.py --planned-only --json plans.json    anywhere; then, on a GPU of that size, what was planned:
 python benchmarks/plan.py --plans plans.json --only largest   batches and contexts just within an H200
+python benchmarks/plan.py --only Llama   models of transformers: needs lockstep-train[text], and no weights
 """
 
 from __future__ import annotations
@@ -45,6 +46,12 @@ TINY_IMAGES = {"image_size": 32, "examples": 64, "classes": 10}
 FSDP = {"strategy": "fsdp"}
 BY_BLOCKS = {"compile": "blocks"}
 AGAIN = {"activation_checkpointing": "blocks"}
+OFFLOAD = {"strategy": {"type": "fsdp", "offload": True}}
+LORA = {"dtype": "bf16", "lora": {"r": 16}}
+LLAMA = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+         "intermediate_size": 8192, "vocab_size": 32000}  # fmt: skip
+TINY_LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+              "intermediate_size": 64, "vocab_size": 256}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,13 +81,15 @@ CASES = [
          {"batch_size": 32, **AGAIN, **BY_BLOCKS}, FSDP),
     Case("GPT 1.3 B, batch 16, fsdp, param_dtype: bf16", "1.3b", {"batch_size": 16},
          {"strategy": {"type": "fsdp", "param_dtype": "bf16"}}),
+    Case("GPT 1.3 B, batch 16, fsdp, offload", "1.3b", {"batch_size": 16}, OFFLOAD),
+    Case("Llama 1.1 B of transformers, batch 8 x 2048", "llama", {"batch_size": 8}),
+    Case("Llama 1.1 B of transformers, batch 8 x 2048, LoRA", "llama", {"batch_size": 8}, task=LORA),
     Case("ResNet-50, batch 128, float32", "resnet", {"batch_size": 128, "precision": "float32"}),
     Case("ResNet-50, batch 256", "resnet", {"batch_size": 256}),
     Case("ResNet-50, batch 128, compile", "resnet", {"batch_size": 128, "compile": True}),
     Case("ResNet-50, batch 256 in 4 parts", "resnet", {"batch_size": 256, "accumulate": 4}),
 ]  # fmt: skip
 
-OFFLOAD = {"strategy": {"type": "fsdp", "offload": True}}
 # As many as `lockstep plan` says that an H200 holds of the large model, and 3 % more.
 LARGEST = [
     ("batch", 55, {}, {}, {}),
@@ -229,23 +238,12 @@ def train(config: Path, folder: Path) -> None:
 
 
 def written(case: Case, file: Path, tiny: bool, notes: str) -> Path:
-    kind = "Images" if case.model == "resnet" else "Text"
-    if kind == "Images":
-        size = TINY_IMAGES if tiny else IMAGES
-    else:
-        size = {
-            **size_of("small" if case.model == "124m" else "large", tiny),
-            "max_bytes": text_bytes(tiny),
-            "lr": 6e-4,
-        }
     batches = case.steps * case.train.get("accumulate", 1)
     config = {
         "task": {
-            "type": f"{TASKS}:{kind}",
             "notes": notes,
             "batches": batches,
-            **size,
-            **({} if tiny else case.task),
+            **task_of(case, file.parent, tiny),
         },
         "runtime": "cuda",
         "processes": 1,
@@ -253,11 +251,22 @@ def written(case: Case, file: Path, tiny: bool, notes: str) -> Path:
         "train": {"precision": "bf16", "steps": 100, **case.train, **({"batch_size": 16} if tiny else {})},
         "data": {"drop_last": True},
         "checkpoint": {"every": None},
-        **({"optimizer": {"type": "torch.optim.SGD", "lr": 0.02, "momentum": 0.9}} if kind == "Images" else {}),
+        **({"optimizer": {"type": "torch.optim.SGD", "lr": 0.02, "momentum": 0.9}} if case.model == "resnet" else {}),
         **case.settings,
     }
     file.write_text(yaml.safe_dump(config), encoding="utf-8")
     return file
+
+
+def task_of(case: Case, folder: Path, tiny: bool) -> dict[str, Any]:
+    if case.model == "resnet":
+        return {"type": f"{TASKS}:Images", **(TINY_IMAGES if tiny else IMAGES)}
+    if case.model == "llama":
+        shape = folder / "config.json"
+        shape.write_text(json.dumps({"model_type": "llama", **(TINY_LLAMA if tiny else LLAMA)}), encoding="utf-8")
+        return {"type": f"{TASKS}:Llama", "folder": str(shape), "max_length": 16 if tiny else 2048, **case.task}
+    size = {**size_of("small" if case.model == "124m" else "large", tiny), "max_bytes": text_bytes(tiny), "lr": 6e-4}
+    return {"type": f"{TASKS}:Text", **size, **({} if tiny else case.task)}
 
 
 if __name__ == "__main__":

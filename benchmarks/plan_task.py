@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
+from lockstep.adapters.huggingface import SYNTHETIC, CausalLM
+from lockstep.evaluation.means import Mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import GPT, TextModel
@@ -77,5 +80,23 @@ class Images(ImageNet):
         self._notes = Notes(notes, batches)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self._notes.write()
+        return super().loss(model, batch)
+
+
+@dataclass(kw_only=True, eq=False)
+class Llama(CausalLM):
+    """A model of transformers with random weights, on random tokens."""
+
+    data: str = SYNTHETIC
+    init: str = "config"
+    notes: str = ""
+    batches: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._notes = Notes(self.notes, self.batches)
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Mean:
         self._notes.write()
         return super().loss(model, batch)

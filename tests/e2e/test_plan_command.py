@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from conftest import TASK_FILE, Finished, Project
+from conftest import ROOT, TASK_FILE, Finished, Project
 from lockstep.planner.devices import target
 from lockstep.planner.plan import Step, traced
 
@@ -165,6 +167,19 @@ def test_a_model_of_transformers_is_planned_from_its_config_alone(project: Proje
     adapter = 16 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))  # of q and o, k and v, and the three others
     assert re.search(rf"gradients +{4 * adapter / 1024:.1f} KiB", told.out), told.out
     assert re.search(r"weights +\d+\.\d KiB", told.out) and "0.00" not in told.out.split("at least")[0], told.out
+
+
+def test_the_benchmark_of_plans_has_a_case_of_transformers_and_lora(tmp_path: Path) -> None:
+    """The other cases import no transformers."""
+    found, benchmark = tmp_path / "plans.json", ROOT / "benchmarks" / "plan.py"
+    program = (
+        f"import plan_task, runpy, sys; assert 'transformers' not in sys.modules; "
+        f"runpy.run_path({str(benchmark)!r}, {{}}, '__main__')"
+    )
+    arguments = ["--quick", "--only", "LoRA", "--json", str(found)]
+    subprocess.run([sys.executable, "-c", program, *arguments], cwd=benchmark.parent, check=True, timeout=300)
+    ((_, case),) = json.loads(found.read_text())["cases"].items()
+    assert 0 < case["by_kind"]["optimizer"] < 2 * 4 * 20_000 * 2, "of adapters alone"
 
 
 @pytest.mark.long
