@@ -47,6 +47,21 @@ def test_same_loss_and_gradients_as_torch(rows: int, reduction: str) -> None:
                 torch.testing.assert_close(other, one)
 
 
+def test_has_the_same_bits_in_a_compiled_model() -> None:
+    (input, weight), target = parts(bias=False)
+
+    def loss(input: Tensor, weight: Tensor) -> Tensor:
+        return lockstep.nn.linear_cross_entropy(input, weight, target, rows=3)
+
+    expected = loss(input, weight)
+    found = torch.compile(loss, backend="aot_eager", fullgraph=True)(input, weight)
+    assert torch.equal(found, expected)
+    for one, other in zip(
+        torch.autograd.grad(found * 3, [input, weight]), torch.autograd.grad(expected * 3, [input, weight]), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
 def test_under_autocast_products_are_short_and_sums_are_not() -> None:
     given, target = parts(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

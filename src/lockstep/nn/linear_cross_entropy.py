@@ -7,6 +7,7 @@ from 2.13 on, but not for compiled models.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 # What the logits of the current rows may take, in float32.
 _CHUNK_BYTES = 2**30
+_SHORT = (torch.bfloat16, torch.float16)  # whose gradients a product takes in the same type
 _REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -94,7 +96,7 @@ def _slope(log_probabilities: Tensor, labels: Tensor, ignore_index: int, smoothi
 class _Gradients:
     """The gradients of the layer's input, weight and bias, as rows are added; None where nobody asks."""
 
-    def __init__(self, flat: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...]) -> None:
+    def __init__(self, flat: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]) -> None:
         self._flat, self._weight, self._bias = flat, weight, bias
         self._of_input: list[Tensor] = []
         self._wants_input = wanted[0]
@@ -113,7 +115,7 @@ class _Gradients:
             self._of_bias += factors @ slope
 
     def read(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        of_input = torch.cat(self._of_input) if self._wants_input else None
+        of_input = torch.cat([self._flat[:0], *self._of_input]) if self._wants_input else None
         of_weight = None if self._of_weight is None else self._of_weight.to(self._weight.dtype)
         of_bias = None if self._of_bias is None or self._bias is None else self._of_bias.to(self._bias.dtype)
         return of_input, of_weight, of_bias
@@ -121,6 +123,64 @@ class _Gradients:
 
 def _chunks(length: int, rows: int) -> list[slice]:
     return [slice(start, min(start + rows, length)) for start in range(0, length, rows)]
+
+
+def _sum(
+    flat: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int, smoothing: float, rows: int,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Returns the sum of all losses, and its gradients as far as they are wanted."""
+    gradients = _Gradients(flat, weight, bias, wanted)
+    total = torch.zeros((), dtype=_wide(flat.dtype), device=flat.device)
+    kernel = _kernel(flat) if any(wanted) and not smoothing and bias is None else None
+    for chunk in _chunks(flat.shape[0], rows):
+        targets = labels[chunk]
+        if kernel is not None:
+            slope = F.linear(flat[chunk], weight)
+            losses = kernel(slope, targets, ignore_index)
+        else:
+            log_probabilities = _log_probabilities(flat[chunk], weight, bias)
+            losses = _losses(log_probabilities, targets, ignore_index, smoothing)
+            slope = _slope(log_probabilities, targets, ignore_index, smoothing) if any(wanted) else log_probabilities
+        total = total + losses.sum()
+        if any(wanted):
+            gradients.add(chunk, slope, (targets != ignore_index).to(total.dtype))
+    return total, *gradients.read()
+
+
+def _kernel(flat: Tensor) -> Callable[[Tensor, Tensor, int], Tensor] | None:
+    """Returns the kernel for tensors of a GPU; for none that only have a shape (`lockstep plan`)."""
+    if flat.device.type != "cuda" or type(flat) is not Tensor or flat.dtype not in _SHORT:
+        return None
+    try:
+        from lockstep.nn.cross_entropy_kernel import losses_and_slopes
+    except ImportError:  # torch for a GPU comes with Triton on Linux alone
+        return None
+    return losses_and_slopes
+
+
+@torch.library.custom_op("lockstep::linear_cross_entropy_sum", mutates_args=())
+def _compiled_sum(
+    flat: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int, smoothing: float, rows: int,
+    wanted: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """One operation in a compiled graph. Inductor would keep the products of all chunks until it adds them up."""
+    found = _sum(flat, weight, bias, labels, ignore_index, smoothing, rows, wanted)
+    return [flat.new_empty(0) if each is None else each for each in found]
+
+
+@_compiled_sum.register_fake
+def _(
+    flat: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int, smoothing: float, rows: int,
+    wanted: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    total, nothing = flat.new_empty((), dtype=_wide(flat.dtype)), flat.new_empty(0)
+    return [
+        total,
+        flat.new_empty(flat.shape) if wanted[0] else nothing,
+        torch.empty_like(weight) if wanted[1] else nothing,
+        torch.empty_like(bias) if bias is not None and wanted[2] else nothing,
+    ]
 
 
 class _Total(torch.autograd.Function):
@@ -131,25 +191,20 @@ class _Total(torch.autograd.Function):
         ctx: Any, flat: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int,
         smoothing: float, rows: int, learns: bool,
     ) -> Tensor:  # fmt: skip
-        wanted = ctx.needs_input_grad if learns else (False, False, False)
-        gradients = _Gradients(flat, weight, bias, wanted[:3])
-        total = torch.zeros((), dtype=_wide(flat.dtype), device=flat.device)
-        for chunk in _chunks(flat.shape[0], rows):
-            log_probabilities, targets = _log_probabilities(flat[chunk], weight, bias), labels[chunk]
-            total = total + _losses(log_probabilities, targets, ignore_index, smoothing).sum()
-            if any(wanted[:3]):
-                kept = (targets != ignore_index).to(total.dtype)
-                gradients.add(chunk, _slope(log_probabilities, targets, ignore_index, smoothing), kept)
-        ctx.save_for_backward(*gradients.read())
+        ctx.wanted = [learns and each for each in ctx.needs_input_grad[:3]]
+        work = _compiled_sum if torch.compiler.is_compiling() else _sum
+        total, *gradients = work(flat, weight, bias, labels, ignore_index, smoothing, rows, ctx.wanted)
+        ctx.save_for_backward(*gradients)
         return total
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> Any:
         (factor,) = given
-        of_input, of_weight, of_bias = (
-            None if each is None else each * factor.to(each.dtype) for each in ctx.saved_tensors
+        gradients = (
+            each * factor.to(each.dtype) if wants else None
+            for each, wants in zip(ctx.saved_tensors, ctx.wanted, strict=True)
         )
-        return of_input, of_weight, of_bias, None, None, None, None, None
+        return *gradients, None, None, None, None, None
 
 
 class _Losses(torch.autograd.Function):

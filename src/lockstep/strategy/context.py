@@ -209,16 +209,29 @@ def _on_part(
     return output
 
 
+def _tolerance(output: Tensor) -> float:
+    """How far outputs of a block may be apart by rounding: autocast rounds more than their type shows."""
+    kind, dtype = output.device.type, output.dtype
+    if torch.is_autocast_enabled(kind) and dtype == torch.float32:
+        dtype = torch.get_autocast_dtype(kind)
+    return _TOLERANCE.get(dtype, _TOLERANCE_OF_HALF)
+
+
 def _try(
     context: Context, forward: Forward, module: nn.Module, hidden: Tensor, inputs: Any, named: Mapping[str, Any]
 ) -> None:
     """Refuses a block whose output is another one where sequences are split, or which draws random numbers."""
-    random = torch.get_rng_state()
+    gpu = [hidden.device] if hidden.device.type == "cuda" else []
+
+    def random_states() -> list[list[int]]:
+        return [torch.get_rng_state().tolist(), *(torch.cuda.get_rng_state(each).tolist() for each in gpu)]
+
     with torch.no_grad():
         if module.training:
-            _on_part(context, forward, module, context.part_of(hidden, 1), inputs, named)
-            drew = not torch.equal(random, torch.get_rng_state())
-            torch.set_rng_state(random)
+            with torch.random.fork_rng(gpu):
+                before = random_states()
+                _on_part(context, forward, module, context.part_of(hidden, 1), inputs, named)
+                drew = random_states() != before
             if drew or any(isinstance(each, nn.Dropout) and each.p and each.training for each in module.modules()):
                 raise ConfigError(
                     f"{_AXIS}: {context.name_of(module)} draws random numbers (dropout), of which each rank would have "
@@ -230,7 +243,7 @@ def _try(
             whole = forward(module, hidden, *inputs, **named)
             whole = whole[0] if isinstance(whole, tuple) else whole
     apart = float((joined - whole).abs().max() / whole.abs().max().clamp_min(1e-30))
-    if not apart <= _TOLERANCE.get(whole.dtype, _TOLERANCE_OF_HALF):
+    if not apart <= _tolerance(whole):
         raise ConfigError(
             f"{_AXIS}: {context.name_of(module)} computes something else from parts of a sequence than from all of it "
             f"(by {apart:.1e} of the largest value): besides attention, each position must be computed by itself. A "
