@@ -4,8 +4,8 @@ python benchmarks/gpu_titan.py --out FILE    on a machine with an NVIDIA GPU of 
 python benchmarks/gpu_titan.py --only 1.5B   one of the two models
 python benchmarks/gpu_titan.py --tiny        anywhere with torchtitan: a tiny model on the CPU, which measures nothing
 
-Both compile block by block and the loss, clip to a norm of 1 and log every 10 steps. Those of the small model compile
-at the same time and are then measured alone.
+All begin with the same weights, compile block by block and the loss, clip to a norm of 1 and log every 10 steps. Those
+of the small model compile at the same time and are then measured alone.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "examples"), str(Path(
 import turns  # noqa: E402
 from gpt import read_text  # noqa: E402
 
+SEED = 0
 WARM = 10  # steps before the first look at the clock
-WHO = ("torchtitan", "lockstep")
+PARTS = "lockstep, nn.linear_cross_entropy"
+WHO = ("torchtitan", "lockstep", PARTS)
 LLAMA_8B = {"dim": 4096, "n_layers": 32, "ffn_dim_multiplier": 1.3, "multiple_of": 1024}
 LLAMA_1B = {"dim": 2048, "n_layers": 16, "ffn_dim_multiplier": 1.5}
 SHAPE = {"n_heads": 32, "n_kv_heads": 8, "rope_theta": 500000}
@@ -106,18 +108,23 @@ def windows(size: Size) -> Tensor:
 class WithLoss(nn.Module):
     """The model and its loss, so that both are compiled."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, in_parts: bool) -> None:
         super().__init__()
         self.model = model
+        self.head = model.output if in_parts else None
+        if in_parts:
+            model.output = None  # so that the model returns what goes into it
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        logits = self.model(tokens).flatten(0, 1).float()
-        return nn.functional.cross_entropy(logits, targets.flatten())
+        found = self.model(tokens)
+        if self.head is not None:
+            return lockstep.nn.linear_cross_entropy(found, self.head.weight, targets)
+        return nn.functional.cross_entropy(found.flatten(0, 1).float(), targets.flatten())
 
 
 class Llama(lockstep.Task):
-    def __init__(self, size: str, file: str) -> None:
-        self._size = SIZES[size]
+    def __init__(self, size: str, file: str, in_parts: bool) -> None:
+        self._size, self._in_parts = SIZES[size], in_parts
         self._clock, self._last = Clock(self._size, file), None
 
     def model(self) -> nn.Module:
@@ -131,9 +138,10 @@ class Llama(lockstep.Task):
             model = Transformer(arguments)
         torch.set_default_dtype(torch.float32)
         model.to_empty(device="cuda" if torch.cuda.is_available() else "cpu")
+        torch.manual_seed(SEED)
         with torch.no_grad():
             model.init_weights()
-        return WithLoss(model)
+        return WithLoss(model, self._in_parts)
 
     def train_data(self) -> TensorDataset:
         return TensorDataset(windows(self._size))
@@ -151,10 +159,13 @@ class Llama(lockstep.Task):
         return loss
 
 
-def lockstep_command(name: str, folder: Path) -> list[str]:
+def lockstep_command(name: str, who: str, folder: Path) -> list[str]:
     size = SIZES[name]
     config = {
-        "task": {"type": f"{Path(__file__).resolve()}:Llama", "size": name, "file": str(folder / "lockstep.json")},
+        "task": {
+            "type": f"{Path(__file__).resolve()}:Llama", "size": name, "file": str(folder / f"{who}.json"),
+            "in_parts": who == PARTS,
+        },
         "runtime": "cuda" if torch.cuda.is_available() else "cpu",
         "processes": 1,
         "train": {
@@ -165,9 +176,9 @@ def lockstep_command(name: str, folder: Path) -> list[str]:
         "log": {"every": "10 steps"},
         "checkpoint": {"every": None},
     }  # fmt: skip
-    file = folder / "lockstep.yaml"
+    file = folder / f"{who}.yaml"
     file.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
-    return [sys.executable, "-m", "lockstep", "train", str(file), f"--out={folder / 'runs'}"]
+    return [sys.executable, "-m", "lockstep", "train", str(file), f"--out={folder / who}"]
 
 
 # torchtitan
@@ -230,6 +241,7 @@ def train_with_torchtitan(name: str, file: str) -> None:
         "training.seq_len": size.context,
         "training.steps": size.steps + 1,
         "training.dtype": size.dtype,
+        "debug.seed": SEED,
         "optimizer.lr": 1e-4,
         "optimizer.implementation": "fused" if torch.cuda.is_available() else "foreach",
         "lr_scheduler.warmup_steps": 0,
@@ -263,10 +275,12 @@ def measured(name: str, together: bool, limit: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="titan-") as folder:
         here = Path(folder)
         commands = {
-            "torchtitan": [sys.executable, __file__, "--child", name, str(here / "torchtitan.json")],
-            "lockstep": lockstep_command(name, here),
+            who: [sys.executable, __file__, "--child", name, str(here / "torchtitan.json")]
+            if who == "torchtitan"
+            else lockstep_command(name, who, here)
+            for who in WHO
         }
-        rounds = [commands] if together else [{who: commands[who]} for who in WHO]
+        rounds = [commands] if together else [{who: command} for who, command in commands.items()]
         for each in rounds:
             for who, failure in turns.taken(each, here, limit):
                 if failure:

@@ -6,8 +6,8 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import context_program
 import pytest
+import text_program
 import torch
 
 import lockstep
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 def launched(folder: Path, processes: int, **how: Any) -> dict[str, Any]:
     mesh = {"type": "fsdp", "mesh": {"data": 1, "context": processes}} if processes > 1 else "single"
     found: list[dict[str, Any]] = lockstep.launch(
-        functools.partial(context_program.train, **how), processes=processes, runtime="cuda", folder=folder,
+        functools.partial(text_program.train, **how), processes=processes, runtime="cuda", folder=folder,
         strategy=mesh, launch={"share_devices": processes > 1},
     )  # fmt: skip
     return found[0]

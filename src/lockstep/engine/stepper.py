@@ -216,7 +216,7 @@ class Stepper:
             self._evaluations = evaluations
         if entry.clip_norm is not None and may_divide and divides_gradients(optimizer):
             norm = self._strategy.gradient_norm(parameters)
-            divisor = torch.clamp((norm + 1e-6) / entry.clip_norm, min=1.0).float()
+            divisor = torch.clamp((norm + 1e-6) / entry.clip_norm, min=1.0).float().to(parameters[0].device)
         elif entry.clip_norm is not None:
             norm = self._strategy.clip_gradients(parameters, entry.clip_norm)
         elif self._logs_norm:

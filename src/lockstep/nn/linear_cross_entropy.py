@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# What the logits of the current rows may take, in float32.
-_CHUNK_BYTES = 2**30
+_CHUNK_BYTES = 2**30  # what the logits of the current rows may take
 _SHORT = (torch.bfloat16, torch.float16)  # whose gradients a product takes in the same type
 _REDUCTIONS = ("mean", "sum", "none")
 
@@ -51,17 +50,15 @@ def linear_cross_entropy(
         short = torch.get_autocast_dtype(kind)
         input, linear_weight = input.to(short), linear_weight.to(short)
         linear_bias = None if linear_bias is None else linear_bias.to(short)
-    classes = linear_weight.shape[0]
-    count = rows or max(_CHUNK_BYTES // (4 * classes), 1)
     flat, labels = input.reshape(-1, input.shape[-1]), target.reshape(-1)
     with torch.autocast(kind, enabled=False):
         if reduction == "none":
             losses: Tensor = _Losses.apply(  # type: ignore[no-untyped-call]
-                flat, linear_weight, linear_bias, labels, ignore_index, label_smoothing, count
+                flat, linear_weight, linear_bias, labels, ignore_index, label_smoothing, rows or 0
             )
             return losses.view(target.shape)
         total: Tensor = _Total.apply(  # type: ignore[no-untyped-call]
-            flat, linear_weight, linear_bias, labels, ignore_index, label_smoothing, count, torch.is_grad_enabled()
+            flat, linear_weight, linear_bias, labels, ignore_index, label_smoothing, rows or 0, torch.is_grad_enabled()
         )
         return total / (labels != ignore_index).sum() if reduction == "mean" else total
 
@@ -110,7 +107,12 @@ class _Gradients:
         if self._wants_input:
             self._of_input.append((short @ self._weight * columns).to(self._flat.dtype))
         if self._of_weight is not None:
-            self._of_weight += short.t() @ (self._flat[rows] * columns).to(self._flat.dtype)
+            inputs = (self._flat[rows] * columns).to(self._flat.dtype)
+            if short.is_cuda and short.dtype in _SHORT and not torch.compiler.is_compiling():
+                # Added up by the product itself.
+                torch.addmm(self._of_weight, short.t(), inputs, out_dtype=torch.float32, out=self._of_weight)
+            else:
+                self._of_weight += short.t() @ inputs
         if self._of_bias is not None:
             self._of_bias += factors @ slope
 
@@ -121,7 +123,9 @@ class _Gradients:
         return of_input, of_weight, of_bias
 
 
-def _chunks(length: int, rows: int) -> list[slice]:
+def _chunks(flat: Tensor, weight: Tensor, rows: int, number_bytes: int = 4) -> list[slice]:
+    """Returns which rows are worked on together: so many or, for 0, as many as keep their logits within a gigabyte."""
+    length, rows = len(flat), rows or max(_CHUNK_BYTES // (number_bytes * len(weight)), 1)
     return [slice(start, min(start + rows, length)) for start in range(0, length, rows)]
 
 
@@ -133,7 +137,7 @@ def _sum(
     gradients = _Gradients(flat, weight, bias, wanted)
     total = torch.zeros((), dtype=_wide(flat.dtype), device=flat.device)
     kernel = _kernel(flat) if any(wanted) and not smoothing and bias is None else None
-    for chunk in _chunks(flat.shape[0], rows):
+    for chunk in _chunks(flat, weight, rows, 4 if kernel is None else flat.element_size()):
         targets = labels[chunk]
         if kernel is not None:
             slope = F.linear(flat[chunk], weight)
@@ -219,7 +223,7 @@ class _Losses(torch.autograd.Function):
         ctx.how = (ignore_index, smoothing, rows)
         losses = [
             _losses(_log_probabilities(flat[chunk], weight, bias), labels[chunk], ignore_index, smoothing)
-            for chunk in _chunks(flat.shape[0], rows)
+            for chunk in _chunks(flat, weight, rows)
         ]
         return torch.cat(losses) if losses else flat.new_zeros(0, dtype=_wide(flat.dtype))
 
@@ -229,7 +233,7 @@ class _Losses(torch.autograd.Function):
         flat, weight, bias, labels = ctx.saved_tensors
         ignore_index, smoothing, rows = ctx.how
         gradients = _Gradients(flat, weight, bias, ctx.needs_input_grad[:3])
-        for chunk in _chunks(flat.shape[0], rows):
+        for chunk in _chunks(flat, weight, rows):
             slope = _slope(_log_probabilities(flat[chunk], weight, bias), labels[chunk], ignore_index, smoothing)
             gradients.add(chunk, slope, torch.where(labels[chunk] == ignore_index, 0.0, factors[chunk]))
         return *gradients.read(), None, None, None, None

@@ -72,7 +72,10 @@ def with_own_kernels(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str
 
 def divides_gradients(optimizer: Optimizer) -> bool:
     """Whether its step can divide gradients by a number, as it does for scaled losses."""
-    return type(optimizer) in _FUSED and all(group.get("fused") for group in optimizer.param_groups)
+    if type(optimizer) not in _FUSED or not all(group.get("fused") for group in optimizer.param_groups):
+        return False
+    # Between devices (with strategy.offload, scalars stay on the GPU) torch would not wait for the number's copy.
+    return len({each.device for group in optimizer.param_groups for each in group["params"]}) == 1
 
 
 @contextlib.contextmanager

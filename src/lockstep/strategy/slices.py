@@ -235,12 +235,15 @@ def read_like(value: Any, like: Any) -> Any:
 
 
 def from_part(local: Tensor, like: DTensor) -> DTensor:
-    """Returns a tensor that is spread as another one, from this rank's part of it."""
-    from torch.distributed.tensor import DTensor
+    """Returns a tensor that is spread as another one, from this rank's part of it.
 
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    The part stays where it is: DTensor.from_local would move one that is offloaded to the device.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    spec = DTensorSpec(like.device_mesh, like.placements, TensorMeta(like.shape, like.stride(), local.dtype))
+    return DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def take_part(value: Tensor | Stored, part: Slice) -> Tensor:

@@ -1,4 +1,4 @@
-"""Trains the GPT of the examples on ranks along the axis `context`, which share one GPU."""
+"""Trains the GPT of the examples, on ranks that share one GPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ sys.path.append(str(ROOT / "examples"))
 
 
 def train(
-    run: lockstep.Run, precision: str, length: int = 256, steps: int = 12, layers: int = 3, dropout: float = 0.0
-) -> dict[str, Any]:
+    run: lockstep.Run, precision: str, length: int = 256, steps: int = 12, layers: int = 3, dropout: float = 0.0,
+    fused: bool | None = None, stop: int = 0,
+) -> dict[str, Any]:  # fmt: skip
     from gpt import GPT
 
     torch.manual_seed(0)
@@ -25,8 +26,9 @@ def train(
     for block in model.blocks:
         block.out.register_forward_hook(lambda _, __, x: F.dropout(x, dropout) if dropout else x)
     model, optimizer = run.setup(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-3), precision=precision, clip_norm=1.0
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused), precision=precision, clip_norm=1.0
     )
+    run.restore()
     tokens = torch.randint(256, (4 * steps, length + 1), generator=torch.Generator().manual_seed(1))
     losses = []
     for (batch,) in run.batches(TensorDataset(tokens), 4):
@@ -35,4 +37,7 @@ def train(
         run.backward(loss)
         run.step(optimizer)
         losses.append(loss.detach())
+        if run.progress.step == stop:
+            run.checkpoint()
+            break
     return {"losses": torch.stack(losses).tolist(), "peak": torch.cuda.max_memory_allocated()}
