@@ -18,13 +18,14 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 OFFLOAD = {"type": "fsdp", "offload": True}
 
 
-def launched(folder: Path, processes: int, strategy: Any, fused: bool | None, stop: int = 0) -> dict[str, Any]:
+def launched(folder: Path, processes: int, strategy: Any, fused: bool | None, stop: int = 0) -> list[float]:
+    """Returns the loss of every step: the mean over ranks, which have other rows each."""
     train = functools.partial(text_program.train, precision="float32", fused=fused, stop=stop)
     found: list[dict[str, Any]] = lockstep.launch(
         train, processes=processes, runtime="cuda", folder=folder, strategy=strategy,
         launch={"share_devices": processes > 1},
     )  # fmt: skip
-    return found[0]
+    return [sum(each) / processes for each in zip(*(one["losses"] for one in found), strict=True)]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -32,11 +33,11 @@ def launched(folder: Path, processes: int, strategy: Any, fused: bool | None, st
 def test_losses_of_one_process(tmp_path: Path, processes: int, fused: bool | None) -> None:
     alone = launched(tmp_path / "alone", 1, "single", fused)
     offloaded = launched(tmp_path / "offloaded", processes, OFFLOAD, fused)
-    assert offloaded["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+    assert offloaded == pytest.approx(alone, rel=1e-4)
 
 
 def test_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     whole = launched(tmp_path / "whole", 1, OFFLOAD, None)
     begun = launched(tmp_path / "in two", 1, OFFLOAD, None, stop=5)
     resumed = launched(tmp_path / "in two", 1, OFFLOAD, None)
-    assert begun["losses"] + resumed["losses"] == whole["losses"]
+    assert begun + resumed == whole
