@@ -34,7 +34,7 @@ _TOLERANCE_OF_HALF = 5e-2
 _CONTIGUOUS = torch.contiguous_format
 _NO_GRAPH = (torch.Tag.cudagraph_unsafe,)  # a recorded CUDA graph would not exchange anything
 _numbers = itertools.count()
-_CONTEXTS: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary()
+CONTEXTS: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary()
 
 
 def split_sequences(model: nn.Module, blocks: Mapping[str, nn.Module], mesh: DeviceMesh, activity: Activity) -> None:
@@ -58,9 +58,9 @@ class Context:
         self._first, self._last = next(iter(self._names)), next(reversed(self._names))
         self._activity = activity
         self.number = next(_numbers)
-        _CONTEXTS[self.number] = self
+        CONTEXTS[self.number] = self
         self.length = 0  # of a whole sequence
-        self.was_tried = False
+        self.was_tried = self.attends = False
 
     def name_of(self, module: nn.Module) -> str:
         return self._names[id(module)]
@@ -132,12 +132,12 @@ class _Whole(torch.autograd.Function):
 
 @torch.library.custom_op("lockstep::gather_parts", mutates_args=(), tags=_NO_GRAPH)
 def _gather(part: Tensor, context: int, size: int) -> Tensor:
-    return _CONTEXTS[context].gather(part, -2)
+    return CONTEXTS[context].gather(part, -2)
 
 
 @torch.library.custom_op("lockstep::add_up_parts", mutates_args=(), tags=_NO_GRAPH)
 def _add_up(gradient: Tensor, context: int, size: int) -> Tensor:
-    return _CONTEXTS[context].part_of(_CONTEXTS[context].add_up(gradient), -2).clone(memory_format=_CONTIGUOUS)
+    return CONTEXTS[context].part_of(CONTEXTS[context].add_up(gradient), -2).clone(memory_format=_CONTIGUOUS)
 
 
 @_gather.register_fake
@@ -227,7 +227,9 @@ def _on_part(
 
     with _Attention(context) as attention:
         output = forward(module, hidden, *map_tensors(part, inputs), **map_tensors(part, dict(named)))
-    if not attention.was_used:
+    context.attends = context.attends or attention.was_used
+    is_planned = isinstance(hidden, FakeTensor)  # which traces blocks that are alike once
+    if not attention.was_used and not (is_planned and context.attends):
         raise ConfigError(
             f"{_AXIS}: {context.name_of(module)} does not call "
             "torch.nn.functional.scaled_dot_product_attention, so its positions would see a part of the sequence "
