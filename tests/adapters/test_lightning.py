@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import shutil
 import signal
 import warnings
@@ -88,6 +89,7 @@ def test_one_rank_has_the_numbers_of_lightning(shape: Callable[[], Recorded], tm
         assert outcome["metrics"]["train/epoch_loss"] == pytest.approx(metrics["train_loss_epoch"], rel=1e-6)
     if isinstance(ours, Transformer):
         assert ours.hooks == theirs.hooks
+    torch.testing.assert_close(pickle.loads(pickle.dumps(ours)).state_dict(), ours.state_dict())
 
 
 def test_two_ranks_resume_what_one_began_with_the_numbers_of_one(tmp_path: Path, project: Project) -> None:
@@ -103,13 +105,48 @@ def test_two_ranks_resume_what_one_began_with_the_numbers_of_one(tmp_path: Path,
         shutil.copytree(tmp_path / "one" / shape.__name__, tmp_path / "two" / shape.__name__)
         fitted(shape(), tmp_path, folder=tmp_path / "one" / shape.__name__, **options)
         assert logged(tmp_path / "one" / shape.__name__) == found[shape.__name__]  # to the bit
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d",
-                "--rdzv-endpoint=localhost:0"]  # fmt: skip
-    ended = project.start_python(*torchrun, Path(__file__).with_name("lit_ranks.py"), tmp_path / "two").wait()
+    ended = on_two_ranks(project, tmp_path / "two", "ddp")
     assert ended.code == 0, ended.text
     for name, values in found.items():
         assert logged(tmp_path / "two" / name) == pytest.approx(values, rel=1e-5, abs=1e-5)
         assert json.loads((tmp_path / "two" / f"{name}.json").read_text()) == pytest.approx(metrics[name], rel=1e-5)
+
+
+def on_two_ranks(project: Project, folder: Path, strategy: str) -> Any:
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d",
+                "--rdzv-endpoint=localhost:0"]  # fmt: skip
+    return project.start_python(*torchrun, Path(__file__).with_name("lit_ranks.py"), folder, strategy).wait()
+
+
+def test_two_ranks_under_fsdp_have_the_numbers_of_one_and_leave_whole_modules(tmp_path: Path, project: Project) -> None:
+    ended = on_two_ranks(project, tmp_path, "fsdp")
+    assert ended.code == 0, ended.text
+    for shape in (AutoEncoder, Classifier, Transformer):
+        one, name = shape(), shape.__name__
+        whole = fitted(one, tmp_path / "one", **SHAPES[shape])
+        assert logged(tmp_path / name) == pytest.approx(logged(whole["folder"]), rel=1e-5, abs=1e-5)
+        for rank in (0, 1):
+            trained = pickle.loads((tmp_path / f"{name}-{rank}.pickle").read_bytes())
+            assert type(trained) is shape and {type(each) for each in trained.parameters()} == {torch.nn.Parameter}
+            atol = 1e-3 if shape is Transformer else 1e-5  # the gradient of biases of keys is rounding
+            torch.testing.assert_close(trained.state_dict(), one.state_dict(), rtol=1e-5, atol=atol)
+
+
+class MadeLater(AutoEncoder):
+    def configure_model(self) -> None:
+        if not isinstance(self.decoder, torch.nn.Sequential):
+            self.decoder = torch.nn.Sequential(self.decoder, torch.nn.Linear(6, 6))
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_fit_gives_the_caller_what_ranks_have_trained_under_fsdp(processes: int, tmp_path: Path) -> None:
+    one, module = MadeLater(), MadeLater()
+    fitted(one, tmp_path / "one")
+    fitted(module, tmp_path / "split", processes, strategy="fsdp")
+    assert type(module) is MadeLater
+    for found in (module, pickle.loads(pickle.dumps(module))):
+        torch.testing.assert_close(found.state_dict(), one.state_dict(), rtol=1e-5, atol=1e-5)
+    module(torch.randn(2, 6)).sum().backward()
 
 
 class Kills(Callback):
@@ -216,6 +253,7 @@ class Two(AutoEncoder):
         (AutoEncoder, {"epochs": None}, "Give max_epochs or max_steps"),
         (Gan, {"accumulate_grad_batches": 2}, "train.accumulate: with manual optimization"),
         (Gan, {"gradient_clip_val": 1.0}, "call self.clip_gradients"),
+        (Gan, {"strategy": "fsdp"}, "strategy: fsdp cannot be used with manual optimization"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(

@@ -118,3 +118,38 @@ def test_a_combination_that_fails_shows_its_headline_and_its_log(project: Projec
     log = Path(line.split("log: ")[1])
     assert "Traceback" in log.read_text()
     shutil.rmtree(log.parents[1])  # the runs are kept for whoever wants to look
+
+
+SMALL_GPT = (
+    ROOT / "examples" / "gpt.yaml", "--set=task.width=16", "--set=task.heads=2", "--set=task.max_bytes=20000",
+    "--set=train.batch_size=8", "--steps=2", "--json",
+)  # fmt: skip
+
+
+def test_sequences_are_split_where_the_blocks_of_a_model_can_be(project: Project) -> None:
+    only = ("--require=cpu-context-2*", "--only=cpu-single", "--set=task.context=16")
+    finished = project.run("verify", *SMALL_GPT, *only, limit=LIMIT)
+    assert finished.code == 0, finished.text
+    found = by_name(finished.out)
+    assert list(found) == ["cpu-single", "cpu-context-2", "cpu-context-2x2"]
+    assert {each["resumed"]["verdict"] for each in found.values()} == {"agrees"}
+    assert found["cpu-context-2"]["largest_difference"] < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ((DIGITS, "--steps=2", "--json"), "sequences are split within one stack of blocks"),
+        pytest.param(
+            (*SMALL_GPT, "--set=task.context=15"), "sequences of 15 tokens cannot be divided", marks=pytest.mark.long
+        ),
+    ],
+)
+def test_a_task_whose_sequences_cannot_be_split_is_named_with_the_reason(
+    command: Any, message: str, project: Project
+) -> None:
+    only = ("--only=cpu-fsdp-2", "--only=cpu-context-2", "--no-resume")
+    finished = project.run("verify", *command, *only, limit=LIMIT)
+    assert finished.code == 0, finished.text
+    assert list(by_name(finished.out)) == ["cpu-single", "cpu-fsdp-2"]
+    assert message in json.loads(finished.out)["not_here"]["cpu-context-2"]

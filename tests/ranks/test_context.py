@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,11 @@ def fsdp(**mesh: int) -> dict[str, Any]:
     return {"type": "fsdp", "mesh": mesh}
 
 
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+
+
 @functools.cache
-def alone(**how: Any) -> dict[str, Any]:
+def alone(compile: Any = False, **how: Any) -> dict[str, Any]:
     (found,) = launch(partial(context_bodies.trained, **how), processes=1)
     return found  # type: ignore[no-any-return]
 
@@ -31,6 +35,13 @@ def alone(**how: Any) -> dict[str, Any]:
     [
         (2, {"data": 1, "context": 2}, {"kind": "llama", "padded": True}),
         (4, {"data": 2, "context": 2}, {"kind": "gpt", "activation_checkpointing": "blocks"}),
+        pytest.param(2, {"data": 1, "context": 2}, {"kind": "gpt", "compile": True}, marks=needs_compiler),
+        pytest.param(
+            2,
+            {"data": 1, "context": 2},
+            {"kind": "gpt", "compile": "blocks", "activation_checkpointing": "blocks"},
+            marks=[needs_compiler, pytest.mark.long],
+        ),
         pytest.param(3, {"context": -1, "data": 1}, {"kind": "gpt", "length": 15}, marks=pytest.mark.long),
         pytest.param(4, {"data": 2, "context": 2}, {"kind": "llama"}, marks=pytest.mark.long),
     ],
@@ -59,7 +70,6 @@ def test_parts_of_sequences_give_the_numbers_of_one_process(
             marks=pytest.mark.long,
         ),
         pytest.param({"kind": "llama", "dropout": 0.1}, r"attention with dropout \(0.1\)", marks=pytest.mark.long),
-        ({"compile": True}, "compile: .* context"),
     ],
 )
 def test_what_cannot_be_split_is_refused_by_name(how: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -354,12 +354,6 @@ class RunConfig(RunSettings):
         return {**super().plain(), **({"after": self._after.model_dump(mode="json")} if self._after else {})}
 
     @model_validator(mode="after")
-    def _blocks_that_exchange_are_not_compiled(self) -> RunConfig:
-        if self.strategy.splits_sequences and self.train.compile:
-            raise ValueError("train.compile cannot be used with the axis context of strategy.mesh: leave one out")
-        return self
-
-    @model_validator(mode="after")
     def _a_static_graph_is_exchanged_at_once(self) -> RunConfig:
         if self.strategy.static_graph and self.train.accumulate > 1:
             raise ValueError(

@@ -63,11 +63,6 @@ class ModelSetup:
         activity, precision = self._group.activity, options.precision
         _check(model, optimizer, precision)
         self._strategy.check_precision(precision)
-        if options.compile is not None and self._settings.strategy.splits_sequences:
-            raise ConfigError(
-                "compile: blocks that exchange keys and values cannot be compiled: leave it out, or remove the axis "
-                "context from strategy.mesh"
-            )
         self._runtime.use_precision(precision)
         self._strategy.split_by(options.shard, options.parallelize)
         self._strategy.convert(model)
@@ -92,10 +87,18 @@ class ModelSetup:
 
     def _work_on_blocks(self, model: nn.Module, compile: Compile | None, activation_checkpointing: str | None) -> None:
         """Works on blocks before the model is placed, so that the strategy's hooks stay outside of them."""
-        pattern = self._settings.strategy.blocks
+        split, recomputed = self._strategy.split_sequences, activation_checkpointing is not None
+        if split is not None:  # outside of what is compiled
+            self._compile(model, compile, recomputed=False)
+            split(model)
         if activation_checkpointing is not None:
-            by_torch = compile is not None and not self._runtime.compiles_everything
+            by_torch = compile is not None and not self._runtime.compiles_everything and split is None
+            pattern = self._settings.strategy.blocks
             checkpoint_activations(model, activation_checkpointing, pattern, self._runtime, by_torch)
+        if split is None:
+            self._compile(model, compile, recomputed)
+
+    def _compile(self, model: nn.Module, compile: Compile | None, recomputed: bool) -> None:
         if compile is not None and self._runtime.compiles_everything:
             logger.info("compile: everything is compiled on this device; nothing more to do")
         elif compile is not None:
@@ -105,9 +108,9 @@ class ModelSetup:
             # Where blocks are gathered and freed one by one, a program cannot span several.
             apart = self._strategy.keeps_slices
             if compile.blocks or apart:
-                compile_blocks(model, pattern, compile, apart or activation_checkpointing is not None)
+                compile_blocks(model, self._settings.strategy.blocks, compile, apart or recomputed)
             else:
-                compile_whole(model, activation_checkpointing is not None, compile)
+                compile_whole(model, recomputed, compile)
 
     def _initial_weights(self, init_from: weights.Given | None, frozen_too: bool) -> weights.Pretrained | None:
         """Returns what `init_from` names; in a run that resumes, only where checkpoints leave frozen weights out."""

@@ -31,10 +31,13 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.errors import ConfigError
+from lockstep.strategy.context import CONTEXTS
 
 _WORTH_ASKING = 2**16  # bytes: who made smaller ones does not matter
 _ROUNDED_TO = 512  # bytes: what the allocator of GPUs hands out is a multiple of it
 _ALIKE = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+# What operators of strategy/context.py exchange.
+_OF_PARTS = {"gather_parts": "c10d.allgather_", "add_up_parts": "c10d.allreduce_"}
 _TORCH, _LOCKSTEP, _PROCESSES = (
     str(Path(each).parent) for each in (torch.__file__, Path(__file__).parent, multiprocessing.__file__)
 )
@@ -197,6 +200,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.books.collectives.append(
                     Collective(str(func._overloadpacket).removeprefix("aten."), group.group_name, size)
                 )
+            return
+        if func.namespace == "lockstep":
+            size = max(each.numel() * each.element_size() for each in [*_tensors(args), *outputs])
+            over = str(CONTEXTS[args[1]].group.group_name)
+            self.books.collectives.append(Collective(_OF_PARTS[func._opname], over, size))
             return
         returns = func._schema.returns
         if returns and returns[0].alias_info is not None and not returns[0].alias_info.is_write:

@@ -50,6 +50,7 @@ class Strategy(abc.ABC):
         self.batch_multiple = 1  # examples of a micro-batch are a multiple of this, to be spread over devices evenly
         self.measures_together = False  # whether an evaluation takes all ranks: then none may leave it alone
         self.has_replicas = False  # whether parameters must be equal on all ranks between two steps
+        self.split_sequences: Callable[[nn.Module], None] | None = None  # has blocks compute a part of every sequence
         self.leaves: int | None = None  # with train.exact: how many a global batch is divided into
         self._replicas_averaged = 1  # the number of ranks over which reduced gradients were averaged
         # Parameters that others have taken the place of, both kept: an optimizer may have the ones before.

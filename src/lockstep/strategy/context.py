@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -29,6 +31,10 @@ _AXIS = "strategy.mesh: context"
 # How far the outputs of the first block may be apart, relative to the largest: rounding.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _TOLERANCE_OF_HALF = 5e-2
+_CONTIGUOUS = torch.contiguous_format
+_NO_GRAPH = (torch.Tag.cudagraph_unsafe,)  # a recorded CUDA graph would not exchange anything
+_numbers = itertools.count()
+CONTEXTS: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary()
 
 
 def split_sequences(model: nn.Module, blocks: Mapping[str, nn.Module], mesh: DeviceMesh, activity: Activity) -> None:
@@ -51,8 +57,10 @@ class Context:
         self._names = {id(block): f"{name} ({type(block).__name__})" for name, block in blocks.items()}
         self._first, self._last = next(iter(self._names)), next(reversed(self._names))
         self._activity = activity
+        self.number = next(_numbers)
+        CONTEXTS[self.number] = self
         self.length = 0  # of a whole sequence
-        self.was_tried = False
+        self.was_tried = self.attends = False
 
     def name_of(self, module: nn.Module) -> str:
         return self._names[id(module)]
@@ -118,17 +126,35 @@ class _Whole(torch.autograd.Function):
         return ctx.context.part_of(gradient, 1) * ctx.context.size, None
 
 
-class _Gathered(torch.autograd.Function):
-    """Keys or values of all parts, of which every rank computes another gradient."""
+# Keys or values of all parts, of which every rank computes another gradient. As operators of torch, its compiler calls
+# them as they are. It looks up what they return by their arguments, which therefore have the number of ranks.
 
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, context: Context) -> Tensor:
-        ctx.context = context
-        return context.gather(part, -2)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.context.part_of(ctx.context.add_up(gradient), -2), None
+@torch.library.custom_op("lockstep::gather_parts", mutates_args=(), tags=_NO_GRAPH)
+def _gather(part: Tensor, context: int, size: int) -> Tensor:
+    return CONTEXTS[context].gather(part, -2)
+
+
+@torch.library.custom_op("lockstep::add_up_parts", mutates_args=(), tags=_NO_GRAPH)
+def _add_up(gradient: Tensor, context: int, size: int) -> Tensor:
+    return CONTEXTS[context].part_of(CONTEXTS[context].add_up(gradient), -2).clone(memory_format=_CONTIGUOUS)
+
+
+@_gather.register_fake
+def _like_whole(part: Tensor, context: int, size: int) -> Tensor:
+    return torch.cat([part.contiguous()] * size, -2)
+
+
+@_add_up.register_fake
+def _like_part(gradient: Tensor, context: int, size: int) -> Tensor:
+    return gradient.narrow(-2, 0, gradient.size(-2) // size).clone(memory_format=_CONTIGUOUS)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, int, int], output: Tensor) -> None:
+    ctx.context = inputs[1:]
+
+
+_gather.register_autograd(lambda ctx, gradient: (_add_up(gradient, *ctx.context), None, None), setup_context=_keep)
 
 
 class _Attention(TorchFunctionMode):
@@ -153,11 +179,12 @@ class _Attention(TorchFunctionMode):
         if dropout_p:
             raise ConfigError(f"{_AXIS}: attention with dropout ({dropout_p}) cannot be split: set it to 0")
         context, length = self._context, query.size(-2)
-        key, value = _Gathered.apply(key, context), _Gathered.apply(value, context)  # type: ignore[no-untyped-call]
+        key, value = (_gather(each, context.number, context.size) for each in (key, value))
         if is_causal:
             end = (context.rank + 1) * length  # later ones are not looked at
             key, value = key[..., :end, :], value[..., :end, :]
-            on_gpu = query.device.type == "cuda"  # with kernels that need no mask in memory
+            # Kernels of GPUs need no mask in memory, but torch cannot compile that.
+            on_gpu = query.device.type == "cuda" and not torch.compiler.is_compiling()
             mask = torch.ones(length, end, dtype=torch.bool, device=query.device).tril(end - length)
             attn_mask = causal_lower_right(length, end) if on_gpu else mask
         elif attn_mask is not None and attn_mask.size(-2) == context.length:
@@ -200,7 +227,9 @@ def _on_part(
 
     with _Attention(context) as attention:
         output = forward(module, hidden, *map_tensors(part, inputs), **map_tensors(part, dict(named)))
-    if not attention.was_used:
+    context.attends = context.attends or attention.was_used
+    is_planned = isinstance(hidden, FakeTensor)  # which traces blocks that are alike once
+    if not attention.was_used and not (is_planned and context.attends):
         raise ConfigError(
             f"{_AXIS}: {context.name_of(module)} does not call "
             "torch.nn.functional.scaled_dot_product_attention, so its positions would see a part of the sequence "
@@ -226,7 +255,7 @@ def _try(
     def random_states() -> list[list[int]]:
         return [torch.get_rng_state().tolist(), *(torch.cuda.get_rng_state(each).tolist() for each in gpu)]
 
-    with torch.no_grad():
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         if module.training:
             with torch.random.fork_rng(gpu):
                 before = random_states()

@@ -111,6 +111,8 @@ class ShardedStrategy(Strategy):
         self._rules = meshing.with_rules_of_code(self._settings.shard, rules, self._shapes)
         if parallelize is not None:
             parallelized.refuse_settings(self._settings, self._rules)
+        elif self._shape.get(CONTEXT_AXIS, 1) > 1:
+            self.split_sequences = self._split_sequences
         self._parallelize = parallelize
 
     def check_precision(self, precision: str) -> None:
@@ -123,11 +125,12 @@ class ShardedStrategy(Strategy):
     # Placing
 
     def convert(self, model: nn.Module) -> None:
-        if self._shape.get(CONTEXT_AXIS, 1) > 1 and self._parallelize is None:  # else the user's function splits
-            blocks = find_blocks(model, self._settings.blocks)
-            context.split_sequences(model, blocks, self._mesh[CONTEXT_AXIS], self._group.activity)
         if self._settings.sync_batchnorm and self.world_size > 1:
             synchronise(model, copies=self._copies)
+
+    def _split_sequences(self, model: nn.Module) -> None:
+        blocks = find_blocks(model, self._settings.blocks)
+        context.split_sequences(model, blocks, self._mesh[CONTEXT_AXIS], self._group.activity)
 
     def build(self, make: Callable[[], Any]) -> Any:
         """Rank 0 makes the model as it is; the others make it on the meta device, where its code allows that."""

@@ -24,6 +24,7 @@ class Combination:
     command: tuple[str, ...] = ("-m", "lockstep")  # after the Python interpreter, before `train` or `resume`
     env: Mapping[str, str] = field(default_factory=dict)
     exact: bool = False  # compared with the first of these, in every bit
+    refusal: str = ""  # what messages have that refuse a task which cannot run this way
 
     @property
     def alone(self) -> bool:
@@ -64,6 +65,8 @@ _SINGLE, _DDP, _THREADS = "strategy.type=single", "strategy.type=ddp", "strategy
 _ONE, _TWO, _THREE, _FOUR = "processes=1", "processes=2", "processes=3", "processes=4"
 _MESH_2, _MESH_4 = "strategy.mesh={data: 2, model: 1}", "strategy.mesh={data: 4, model: 1}"
 _MESH_1X2, _MESH_2X2 = "strategy.mesh={data: 1, model: 2}", "strategy.mesh={data: 2, model: 2}"
+_CONTEXT_2 = "strategy.mesh={data: 1, context: 2, model: 1}"
+_CONTEXT_2X2 = "strategy.mesh={data: 2, context: 2, model: 1}"
 _MESH_ALL = "strategy.mesh={data: -1, model: 1}"
 _FSDP, _HSDP = "strategy.type=fsdp", "strategy.type=hsdp"
 # The same on a mesh of processes. Over one place of data, fsdp leaves the rules alone: a task may have none.
@@ -73,6 +76,7 @@ _TORCH_XLA: Any = {"packages": ("torch_xla",)}
 # What a config may say for ddp, and train.exact does not need.
 _EXACT = ("train.exact=8", "strategy.sync_batchnorm=false", "strategy.static_graph=false", "strategy.comm_hook=null",
           "strategy.gradient_as_bucket_view=null")  # fmt: skip
+_NO_PARTS = "strategy.mesh: context"
 # TF32 rounds what goes into a product to 11 bits, and convolutions use it by default: another arithmetic, not another
 # order of the same one.
 _NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
@@ -91,9 +95,13 @@ COMBINATIONS = (
     Combination("cpu-hsdp-2x2", (*_OVER_CPUS, _FOUR, "strategy.mesh={replica: 2, data: 2, model: 1}", _HSDP)),
     Combination("cpu-tensor-2", (*_OVER_CPUS, _TWO, _MESH_1X2, _FSDP)),
     Combination("cpu-fsdp-tensor-2x2", (*_OVER_CPUS, _FOUR, _MESH_2X2, _FSDP)),
+    Combination("cpu-context-2", (*_OVER_CPUS, _TWO, _CONTEXT_2, _FSDP), refusal=_NO_PARTS),
+    Combination("cpu-context-2x2", (*_OVER_CPUS, _FOUR, _CONTEXT_2X2, _FSDP), refusal=_NO_PARTS),
     Combination("cpu-torchrun-fsdp-2", (*_OVER_CPUS, _TWO, _MESH_ALL, _FSDP), command=_torchrun(2)),
     *(
-        Combination(f"exact-{count}", (*_CPU, f"processes={count}", "strategy.type=auto", *_EXACT), exact=True)
+        Combination(
+            f"exact-{count}", (*_CPU, f"processes={count}", "strategy.type=auto", *_EXACT), exact=True, refusal="exact"
+        )
         for count in (1, 2, 4, 8)
     ),
     Combination("cpu-ray-fsdp-2", (*_OVER_CPUS, _TWO, _MESH_ALL, _FSDP, _ON_RAY), packages=("ray",)),

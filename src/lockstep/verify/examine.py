@@ -64,9 +64,13 @@ def _compared(runs: _Runs, others: Sequence[Combination], report: Report) -> Rep
         return runs.judge(run, reference.losses, reference)
 
     fresh = runs.each(others, judged, "from the start")
+    refused = {
+        each.name: failure
+        for each in others
+        if each.refusal and each.refusal in (failure := fresh[each.name].trial.failure)
+    }
+    others = [each for each in others if each.name not in refused]
     exact = [Row(each, fresh[each.name]) for each in others if each.exact]
-    refused = {row.combination.name: row.fresh.trial.failure for row in exact if "exact" in row.fresh.trial.failure}
-    exact = [row for row in exact if row.combination.name not in refused]
     report = replace(report, exact=runs.in_every_bit(exact), not_here={**report.not_here, **refused})
     rows = [*report.rows, *(Row(each, fresh[each.name]) for each in others if not each.exact)]
     report = replace(report, rows=rows, batch_norm=batch_statistics(_folder(reference)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from lockstep.config.schema import Reproducible, RunConfig, RunSettings
 from lockstep.data.source import makes_batches, taken
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
+from lockstep.strategy.slices import is_spread
 from lockstep.tasks import trainer
 
 _CALLER = "lightning.fit"
@@ -27,6 +29,16 @@ _PRECISIONS = {
     "32": "float32", "32-true": "float32", "bf16": "bf16", "bf16-mixed": "bf16", "16": "fp16", "16-mixed": "fp16",
     None: "float32",
 }  # fmt: skip
+
+
+class _Caller:
+    """Says whether this process called fit. A rank in another process gets a pickled one."""
+
+    def __init__(self, is_here: bool = True) -> None:
+        self.is_here = is_here
+
+    def __reduce__(self) -> Any:
+        return _Caller, (False,)
 
 
 class Loaders:
@@ -115,11 +127,11 @@ def fit(
     if isinstance(data, DataLoader) or val_dataloaders is not None or test_dataloaders is not None:
         data = Loaders(data, val_dataloaders, test_dataloaders)
     clips = (gradient_clip_val, gradient_clip_algorithm) if clips_itself else (None, None)
-    main = functools.partial(_train, module, data, given, config, clips)
+    main = functools.partial(_train, module, data, given, config, clips, _Caller())
     main.__name__ = type(module).__name__.lower()  # type: ignore[attr-defined]
     outcome: dict[str, Any] = lockstep.launch(main, processes, out=out, folder=folder, **launched)[0]
     saved = Path(outcome["folder"]) / "checkpoints"
-    if outcome["world_size"] > 1 and saved.is_dir():
+    if not outcome.pop("is_here") and saved.is_dir():
         _load(module, saved, outcome["step"])
     for each in every:
         if kind_of(each) == "ModelCheckpoint" and outcome["best"] is not None:
@@ -129,10 +141,13 @@ def fit(
 
 
 def _train(
-    module: Any, data: Any, callbacks: Sequence[Any], config: RunConfig, clips: tuple[Any, Any], run: Run
-) -> dict[str, Any]:
+    module: Any, data: Any, callbacks: Sequence[Any], config: RunConfig, clips: tuple[Any, Any], caller: _Caller,
+    run: Run,
+) -> dict[str, Any]:  # fmt: skip
     """Trains on one rank."""
-    task = Module(module, data, callbacks)
+    splits = caller.is_here and run._engine.strategy.keeps_slices
+    trained = copy.deepcopy(module) if splits else module  # placing a module changes its class and its parameters
+    task = Module(trained, data, callbacks)
     task.accumulates, task.clips, task.is_given = config.train.accumulate, clips, True
     task.begin(run, config)
     loader = task.loader("train_dataloader")
@@ -145,7 +160,12 @@ def _train(
     if makes_batches(first):
         sizes["validate.batch_size"] = taken(first, config.seed, False).batch_size
     found = trainer.fit(run, with_values(config, sizes), task)
-    return {**found, "folder": str(run.folder), "world_size": run.world_size, "step": run.progress.step}
+    vars(trained).pop("log", None)  # Lightning's own again: a module that knows the run cannot be pickled
+    if splits:
+        weights = trained.state_dict().items()
+        _give(module, {name: each.full_tensor().cpu() if is_spread(each) else each for name, each in weights})
+    rest = {"folder": str(run.folder), "world_size": run.world_size, "step": run.progress.step}
+    return {**found, **rest, "is_here": caller.is_here}
 
 
 def _load(module: Any, saved: Path, step: int) -> None:
@@ -154,9 +174,14 @@ def _load(module: Any, saved: Path, step: int) -> None:
     try:
         several = len(loaded.state["models"]) > 1
         weights = {name.removeprefix("module.") if several else name: each for name, each in loaded.model.items()}
-        module.load_state_dict(weights)
+        _give(module, weights)
     finally:
         loaded.close()
+
+
+def _give(module: Any, weights: Mapping[str, Any]) -> None:
+    module.configure_model()  # which makes layers of a large one
+    module.load_state_dict(weights)
 
 
 def _every(epochs: int | None, interval: int | float | None) -> str:

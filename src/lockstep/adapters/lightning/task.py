@@ -94,7 +94,8 @@ class Module(Task):
         optimizers = trainer.configure()
         strategy = trainer.run._engine.strategy
         manual = not trainer.lightning_module.automatic_optimization
-        if manual and not (trainer.world_size == 1 or (strategy.has_replicas and not strategy.leaves)):
+        steps_in_turns = trainer.world_size == 1 or (strategy.has_replicas and not strategy.leaves)
+        if manual and (strategy.keeps_slices or not steps_in_turns):
             raise ConfigError(f"strategy: {strategy.name} cannot be used with manual optimization: use ddp")
         if manual and trainer.accumulate_grad_batches > 1:
             raise ConfigError("train.accumulate: with manual optimization, the module has to accumulate: set it to 1")
