@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from conftest import ROOT, TASK_FILE, Finished, Project
 from lockstep.planner.devices import target
-from lockstep.planner.plan import Step, traced
+from lockstep.planner.plan import Step, estimate, seconds, traced
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -83,6 +83,29 @@ def test_the_arithmetic_of_a_gpt(project: Project, strategy: dict[str, Any]) -> 
     tokens = batch * context // 4
     wanted = 6 * tokens * (12 * layers * width**2 + vocab * width) + 14 * layers * tokens * context * width
     assert plan.flops == pytest.approx(wanted, rel=0.01)
+
+
+def test_ranks_of_a_split_sequence_compute_a_part_of_it_in_blocks(project: Project) -> None:
+    """The last of them looks at all positions before its own; attention needs no mask in a GPU's memory."""
+    layers, width, tokens, vocab = 3, 16, 2048, 256
+    task = {"type": f"{GPT.parent}/gpt.py:TextModel", "layers": layers, "heads": 1, "width": width, "context": tokens,
+            "vocab": vocab, "max_bytes": 20000}  # fmt: skip
+    plan = planned(
+        project, "h200x4", "optimizer=null", task=task, strategy={"type": "fsdp", "mesh": {"data": 1, "context": 4}},
+        train={"steps": 2, "batch_size": 1}, data={"drop_last": True},
+    )  # fmt: skip
+    part, whole = tokens // 4, tokens * width * 4  # positions of a rank; bytes of a sequence between blocks
+    wanted = 6 * (12 * layers * width**2 * part + vocab * width * tokens) + 14 * layers * part * tokens * width
+    assert plan.flops == pytest.approx(wanted, rel=0.01)
+    assert plan.by_kind["activations"] < layers * part * tokens * 4, "as large as masks"
+    found = {(each.name, each.of_gradients): each for each in plan.collectives if each.axis == "context"}
+    kept = {key: (each.count, each.bytes) for key, each in found.items()}
+    assert kept[("allgather", False)] == (2 * layers + 2, (2 * layers + 2) * whole)
+    assert kept[("allreduce", False)] == (2 * layers, 2 * layers * whole)  # gradients of keys and values
+    assert kept[("allreduce", True)] == (layers + 1, 4 * plan.parameters)
+    waited = [found["allgather", False], found["allreduce", False]]
+    h200 = target("h200x4")
+    assert estimate(plan, h200, "bf16").between == pytest.approx(sum(seconds(each, h200) for each in waited))
 
 
 COUNTING = """

@@ -76,6 +76,7 @@ class Collective:
     name: str
     group: str
     bytes: int
+    by_fully_shard: bool
 
 
 @dataclass
@@ -195,7 +196,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 group = CollectiveOp.get_process_group(func, args)
                 size = CollectiveOp.get_comm_tensor_size(func, made, args, kwargs)
                 self.books.collectives.append(
-                    Collective(str(func._overloadpacket).removeprefix("aten."), group.group_name, size)
+                    Collective(
+                        str(func._overloadpacket).removeprefix("aten."), group.group_name, size, _is_for_an_exchange()
+                    )
                 )
             return
         returns = func._schema.returns
