@@ -10,7 +10,7 @@ from lockstep.planner.ledger import Ledger
 
 
 def test_traffic_is_what_operations_read_and_write() -> None:
-    """Of a product, of its sum and of their gradients; autograd asks every tensor for its device, and views are free."""
+    """Of a product, its sum and their gradients; autograd asks every tensor for its device, and views are free."""
     with FakeTensorMode(), Ledger(only_fake=True) as ledger:
         rows, columns = torch.empty(2, 8, 4, requires_grad=True), torch.empty(16, 4, requires_grad=True)
         F.linear(rows, columns).sum().backward()
