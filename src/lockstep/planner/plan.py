@@ -206,7 +206,7 @@ GIB = 2**30
 # 0.82 GiB (benchmarks/plan.py).
 _RESERVED = 0.82 * GIB
 _LIMIT_SECONDS = 900.0
-_PATIENT_SECONDS = 60.0  # a step that is traced in less is traced again, to try a batch size
+_PATIENT_SECONDS = 60.0  # for tracing again, to try batch sizes
 _TRIES = 3
 
 
@@ -284,18 +284,14 @@ def _largest_batch(plan: Plan, peak_of: Callable[[int], int]) -> tuple[int | Non
     # With more than an epoch has, a batch would be smaller than it says.
     most = step.examples if step.examples is not None else math.inf
     guess = _multiple(min(step.batch * (plan.capacity - fixed) / varies, most), parts)
-    if step.seconds > _PATIENT_SECONDS or not guess:
-        return guess or None, False
     points = {step.batch: step.peak}
-    for _ in range(_TRIES):
-        if guess in points:
-            break
+    while guess and guess not in points and len(points) <= _TRIES and len(points) * step.seconds <= _PATIENT_SECONDS:
         points[guess] = peak_of(guess)
         (small, low), (large, high) = sorted(points.items())[0], sorted(points.items())[-1]
         slope = (high - low) / (large - small)
         guess = _multiple(min(small + (plan.capacity - low) / slope, most), parts) if slope > 0 else guess
-    fitting = [batch for batch, peak in points.items() if peak <= plan.capacity]
-    return (max(fitting), True) if fitting else (guess or None, False)
+    best = max((batch for batch, peak in points.items() if peak <= plan.capacity), default=0)
+    return (best, True) if best and best in (guess, *list(points)[1:]) else (guess or None, False)
 
 
 def _multiple(batch: float, of: int) -> int:
