@@ -192,6 +192,21 @@ def test_a_model_of_transformers_is_planned_from_its_config_alone(project: Proje
     assert re.search(r"weights +\d+\.\d KiB", told.out) and "0.00" not in told.out.split("at least")[0], told.out
 
 
+def test_a_model_of_transformers_makes_no_mask_for_whole_sequences(project: Project) -> None:
+    length = 2048
+    shape = project.folder / "config.json"
+    shape.write_text(json.dumps({**LLAMA, "max_position_embeddings": length}))
+    task = {"type": "lockstep.adapters.huggingface:CausalLM", "folder": str(shape), "data": "synthetic",
+            "init": "config", "max_length": length}  # fmt: skip
+    train = {"steps": 2, "batch_size": 1}
+    whole, packed = (
+        planned(project, "h200", "optimizer=null", f"task.packing={packing}", task=task, train=train)
+        for packing in ("false", "true")
+    )
+    assert not any(each.shape[-2:] == [length, length] for each in whole.largest)
+    assert any(each.shape[-2:] == [length, length] for each in packed.largest), "which keeps documents apart"
+
+
 def test_the_benchmark_of_plans_has_a_case_of_transformers_and_lora(tmp_path: Path) -> None:
     """The other cases import no transformers."""
     found, benchmark = tmp_path / "plans.json", ROOT / "benchmarks" / "plan.py"

@@ -120,6 +120,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found.kind = kind
             found.on_host = found.on_host or on_host
 
+    def is_of_batch(self, tensor: Tensor) -> bool:
+        found = self._of.get(tensor.untyped_storage())
+        return found is not None and found.kind == "batch"
+
     @contextlib.contextmanager
     def inside_a_kernel(self, is_inside: bool) -> Iterator[None]:
         before, self._inside = self._inside, is_inside

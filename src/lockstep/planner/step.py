@@ -291,6 +291,7 @@ def trace(config: RunConfig, world_size: int) -> Step:
         try:
             with fake, ledger:
                 set_up(run, task, config, LONG)
+                gpu_rules.install_masks(ledger)
                 event, operation, collective = _steps(run, task, config, datasets["train"], order, ledger)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise NotTraced(f"the step has a shape or a branch that depends on values: {error}") from None
