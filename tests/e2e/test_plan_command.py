@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from conftest import ROOT, TASK_FILE, Finished, Project
 from lockstep.planner.devices import target
-from lockstep.planner.plan import Step, traced
+from lockstep.planner.plan import Step, estimate, seconds, traced
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -83,6 +83,29 @@ def test_the_arithmetic_of_a_gpt(project: Project, strategy: dict[str, Any]) -> 
     tokens = batch * context // 4
     wanted = 6 * tokens * (12 * layers * width**2 + vocab * width) + 14 * layers * tokens * context * width
     assert plan.flops == pytest.approx(wanted, rel=0.01)
+
+
+def test_ranks_of_a_split_sequence_compute_a_part_of_it_in_blocks(project: Project) -> None:
+    """The last of them looks at all positions before its own; attention needs no mask in a GPU's memory."""
+    layers, width, tokens, vocab = 3, 16, 2048, 256
+    task = {"type": f"{GPT.parent}/gpt.py:TextModel", "layers": layers, "heads": 1, "width": width, "context": tokens,
+            "vocab": vocab, "max_bytes": 20000}  # fmt: skip
+    plan = planned(
+        project, "h200x4", "optimizer=null", task=task, strategy={"type": "fsdp", "mesh": {"data": 1, "context": 4}},
+        train={"steps": 2, "batch_size": 1}, data={"drop_last": True},
+    )  # fmt: skip
+    part, whole = tokens // 4, tokens * width * 4  # positions of a rank; bytes of a sequence between blocks
+    wanted = 6 * (12 * layers * width**2 * part + vocab * width * tokens) + 14 * layers * part * tokens * width
+    assert plan.flops == pytest.approx(wanted, rel=0.01)
+    assert plan.by_kind["activations"] < layers * part * tokens * 4, "as large as masks"
+    found = {(each.name, each.of_gradients): each for each in plan.collectives if each.axis == "context"}
+    kept = {key: (each.count, each.bytes) for key, each in found.items()}
+    assert kept[("allgather", False)] == (2 * layers + 2, (2 * layers + 2) * whole)
+    assert kept[("allreduce", False)] == (2 * layers, 2 * layers * whole)  # gradients of keys and values
+    assert kept[("allreduce", True)] == (layers + 1, 4 * plan.parameters)
+    waited = [found["allgather", False], found["allreduce", False]]
+    h200 = target("h200x4")
+    assert estimate(plan, h200, "bf16").between == pytest.approx(sum(seconds(each, h200) for each in waited))
 
 
 COUNTING = """
@@ -176,6 +199,21 @@ def test_a_model_of_transformers_is_planned_from_its_config_alone(project: Proje
     adapter = 16 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))  # of q and o, k and v, and the three others
     assert re.search(rf"gradients +{4 * adapter / 1024:.1f} KiB", told.out), told.out
     assert re.search(r"weights +\d+\.\d KiB", told.out) and "0.00" not in told.out.split("at least")[0], told.out
+
+
+def test_a_model_of_transformers_makes_no_mask_for_whole_sequences(project: Project) -> None:
+    length = 2048
+    shape = project.folder / "config.json"
+    shape.write_text(json.dumps({**LLAMA, "max_position_embeddings": length}))
+    task = {"type": "lockstep.adapters.huggingface:CausalLM", "folder": str(shape), "data": "synthetic",
+            "init": "config", "max_length": length}  # fmt: skip
+    train = {"steps": 2, "batch_size": 1}
+    whole, packed = (
+        planned(project, "h200", "optimizer=null", f"task.packing={packing}", task=task, train=train)
+        for packing in ("false", "true")
+    )
+    assert not any(each.shape[-2:] == [length, length] for each in whole.largest)
+    assert any(each.shape[-2:] == [length, length] for each in packed.largest), "which keeps documents apart"
 
 
 def test_the_benchmark_of_plans_has_a_case_of_transformers_and_lora(tmp_path: Path) -> None:

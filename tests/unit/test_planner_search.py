@@ -97,6 +97,20 @@ def test_axes_that_a_task_has_rules_for_are_tried_within_hosts() -> None:
     assert {"hsdp 2 x 8", "hsdp 4 x 4", "hsdp 8 x 2"} <= set(titles(found))
 
 
+def test_sequences_are_split_where_nothing_else_fits() -> None:
+    """Of four sequences a device has one, with 80 GiB, and 20 with activation checkpointing."""
+    found = searched(Table(Target("card", DEVICE, 4), 0, 320), config(4))
+    (one,) = [each for each in found if each.title == "fsdp 2 x 2 context"]
+    assert one.values["strategy"]["type"] == "fsdp" and one.values["strategy"]["mesh"] == {"data": 2, "context": 2}
+    assert "fsdp 1 x 4 context" in titles(found)
+
+
+def test_a_mesh_that_splits_sequences_is_tried_in_other_sizes() -> None:
+    found = titles(searched(Table(ONE_HOST, 8, 8), config(type="fsdp", mesh={"data": 2, "context": 4})))
+    assert {"fsdp 4 x 2 context", "fsdp 2 x 4 context", "fsdp 1 x 8 context"} < set(found)
+    assert "2 x 4 context" not in found, "which is no strategy: tensor"
+
+
 def test_rules_of_the_config_go_along_where_the_mesh_has_their_axes() -> None:
     rules = {"a.*": ["model", None], "b.*": ["expert", None]}
     own = config(type="tensor", mesh={"data": 2, "model": 2, "expert": 2}, shard=rules)

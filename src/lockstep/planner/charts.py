@@ -336,7 +336,7 @@ def exchange(plan: Plan) -> str:
         size = sum(one.bytes for one in axes[axis])
         rows.append(Bar(f"over {axis}", taken[axis], f"{milliseconds(taken[axis])}, {gigabytes(size)}", GREEN))
         rows += [
-            Bar(f"· {one.name}, {one.count} of them", seconds(one, plan.target),
+            Bar(f"· {one.title}, {one.count} of them", seconds(one, plan.target),
                 f"{milliseconds(seconds(one, plan.target))}, {gigabytes(one.bytes)}", BLUE)
             for one in axes[axis]
         ]  # fmt: skip

@@ -7,6 +7,7 @@ optimizers work on all parameters at once. For a process that does nothing but p
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -157,6 +158,16 @@ def _optimizers() -> None:
         if hasattr(module, "_get_foreach_kernels_supported_devices"):
             setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cuda", "cpu"])  # noqa: B010
     optimizer._foreach_supported_types.append(FakeTensor)
+
+
+def install_masks(ledger: Ledger) -> None:
+    """Lets models of transformers do without a mask where the batch has no positions, which they look for by values."""
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    find = getattr(masking, "find_packed_sequence_indices", None)
+    if find is not None:
+        masking.find_packed_sequence_indices = lambda positions: (
+            find(positions) if ledger.is_of_batch(positions) else None
+        )
 
 
 _ATEN = torch.ops.aten

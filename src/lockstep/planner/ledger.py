@@ -42,6 +42,8 @@ _TORCH, _LOCKSTEP, _PROCESSES = (
     str(Path(each).parent) for each in (torch.__file__, Path(__file__).parent, multiprocessing.__file__)
 )
 
+_ATEN = torch.ops.aten
+_COMPUTES_NOTHING = {_ATEN._unsafe_view, _ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty}
 _FULLY_SHARD = str(Path(_TORCH) / "distributed" / "fsdp")
 
 
@@ -79,6 +81,7 @@ class Collective:
     name: str
     group: str
     bytes: int
+    by_fully_shard: bool
 
 
 @dataclass
@@ -119,6 +122,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 found = self._allocate(storage, tensor, "before", "", kind)
             found.kind = kind
             found.on_host = found.on_host or on_host
+
+    def is_of_batch(self, tensor: Tensor) -> bool:
+        found = self._of.get(tensor.untyped_storage())
+        return found is not None and found.kind == "batch"
 
     @contextlib.contextmanager
     def inside_a_kernel(self, is_inside: bool) -> Iterator[None]:
@@ -168,6 +175,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             each.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return args[0].device  # which torch asks for several times per operation
         if any(not issubclass(each, _ALIKE) or hasattr(each, "__tensor_flatten__") for each in types):
             return NotImplemented  # a tensor of tensors (DTensor): what it does to them comes by here
         kwargs = kwargs or {}
@@ -198,7 +207,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 group = CollectiveOp.get_process_group(func, args)
                 size = CollectiveOp.get_comm_tensor_size(func, made, args, kwargs)
                 self.books.collectives.append(
-                    Collective(str(func._overloadpacket).removeprefix("aten."), group.group_name, size)
+                    Collective(
+                        str(func._overloadpacket).removeprefix("aten."), group.group_name, size, _is_for_an_exchange()
+                    )
                 )
             return
         if func.namespace == "lockstep":
@@ -209,6 +220,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         returns = func._schema.returns
         if returns and returns[0].alias_info is not None and not returns[0].alias_info.is_write:
             return  # a view: nothing is computed
+        if func._overloadpacket in _COMPUTES_NOTHING:
+            return
         inputs = list(_tensors((args, kwargs)))
         known = ((each, self._of.get(each.untyped_storage())) for each in [*inputs, *outputs])
         moved = sum(each.numel() * each.element_size() for each, found in known if found is None or found.bytes)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.config.strategy import BATCH_AXES
+from lockstep.config.strategy import BATCH_AXES, CONTEXT_AXIS, dp_size
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.planner.devices import Target
 from lockstep.planner.ledger import Books
@@ -52,6 +52,11 @@ class Collective:
     span: int
     count: int
     bytes: int
+    of_gradients: bool = False  # of parameters, along `context`: beside the backward pass
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} of gradients" if self.of_gradients else self.name
 
 
 @dataclass(frozen=True)
@@ -118,14 +123,19 @@ def work_of(books: Books, start: int) -> list[Work]:
 
 
 def collectives_of(books: Books, start: int, axes: dict[str, Axis], world_size: int) -> list[Collective]:
-    found: dict[tuple[str, Axis], list[int]] = {}
+    found: dict[tuple[str, Axis, bool], list[int]] = {}
     everybody = Axis("all ranks", world_size, world_size)
     for each in books.collectives[start:]:
-        key = (each.name.rpartition(".")[2].strip("_"), axes.get(each.group, everybody))
+        axis = axes.get(each.group, everybody)
+        of_gradients = axis.name == CONTEXT_AXIS and each.by_fully_shard
+        key = (each.name.rpartition(".")[2].strip("_"), axis, of_gradients)
         total = found.setdefault(key, [0, 0])
         total[0] += 1
         total[1] += each.bytes
-    return [Collective(name, *axis, count, size) for (name, axis), (count, size) in found.items()]
+    return [
+        Collective(name, *axis, count, size, of_gradients)
+        for (name, axis, of_gradients), (count, size) in found.items()
+    ]
 
 
 def thinned(timeline: list[tuple[int, dict[str, int]]], peak_at: int) -> list[dict[str, int]]:
@@ -169,7 +179,8 @@ def estimate(step: Step, target: Target, precision: str) -> Estimate:
             traffic += moving
     exchanged = {True: 0.0, False: 0.0}
     for one in step.collectives:
-        exchanged[one.axis in BATCH_AXES or one.axis == "all ranks"] += seconds(one, target)
+        is_beside = one.axis in (*BATCH_AXES, "all ranks") or one.of_gradients
+        exchanged[is_beside] += seconds(one, target)
     return Estimate(products, traffic, exchanged[True], exchanged[False])
 
 
@@ -195,7 +206,7 @@ GIB = 2**30
 # 0.82 GiB (benchmarks/plan.py).
 _RESERVED = 0.82 * GIB
 _LIMIT_SECONDS = 900.0
-_PATIENT_SECONDS = 60.0  # a step that is traced in less is traced again, to try a batch size
+_PATIENT_SECONDS = 60.0  # for tracing again, to try batch sizes
 _TRIES = 3
 
 
@@ -265,26 +276,22 @@ def make(
 
 def _largest_batch(plan: Plan, peak_of: Callable[[int], int]) -> tuple[int | None, bool]:
     """Memory is linear in the batch size: two points predict where it reaches the capacity."""
-    step, dp_size = plan.step, max(plan.target.count, 1)
+    step, parts = plan.step, dp_size(plan.step.mesh)
     varies = sum(step.by_kind.get(kind, 0) for kind in ("activations", "temporaries", "batch"))
     fixed = step.peak - varies
     if fixed >= plan.capacity or not varies:
         return None, False
     # With more than an epoch has, a batch would be smaller than it says.
     most = step.examples if step.examples is not None else math.inf
-    guess = _multiple(min(step.batch * (plan.capacity - fixed) / varies, most), dp_size)
-    if step.seconds > _PATIENT_SECONDS or not guess:
-        return guess or None, False
+    guess = _multiple(min(step.batch * (plan.capacity - fixed) / varies, most), parts)
     points = {step.batch: step.peak}
-    for _ in range(_TRIES):
-        if guess in points:
-            break
+    while guess and guess not in points and len(points) <= _TRIES and len(points) * step.seconds <= _PATIENT_SECONDS:
         points[guess] = peak_of(guess)
         (small, low), (large, high) = sorted(points.items())[0], sorted(points.items())[-1]
         slope = (high - low) / (large - small)
-        guess = _multiple(min(small + (plan.capacity - low) / slope, most), dp_size) if slope > 0 else guess
-    fitting = [batch for batch, peak in points.items() if peak <= plan.capacity]
-    return (max(fitting), True) if fitting else (guess or None, False)
+        guess = _multiple(min(small + (plan.capacity - low) / slope, most), parts) if slope > 0 else guess
+    best = max((batch for batch, peak in points.items() if peak <= plan.capacity), default=0)
+    return (best, True) if best and best in (guess, *list(points)[1:]) else (guess or None, False)
 
 
 def _multiple(batch: float, of: int) -> int:
@@ -377,7 +384,7 @@ def lines(plan: Plan) -> Iterator[str]:
     done = f"{number:.2f} {prefix}FLOP, {size(step.bytes)} moved"
     yield f"a step of {step.batch} examples, of each device: {done}"
     for one in step.collectives:
-        yield f"  {one.name} over {one.axis}: {one.count} of {size(one.bytes)} together"
+        yield f"  {one.title} over {one.axis}: {one.count} of {size(one.bytes)} together"
     guess = plan.estimate
     yield (
         f"at least {guess.step * 1e3:.1f} ms by the datasheet (an estimate): products {guess.products * 1e3:.1f}, "

@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.config.load import to_yaml, with_values
 from lockstep.config.schema import RunConfig
-from lockstep.config.strategy import BATCH_AXES, DATA_AXIS, REPLICA_AXIS, dp_size
+from lockstep.config.strategy import BATCH_AXES, CONTEXT_AXIS, DATA_AXIS, REPLICA_AXIS, dp_size
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.planner.devices import Target
 from lockstep.planner.plan import Plan, Step
@@ -78,6 +78,14 @@ def _over_axes(config: RunConfig, target: Target, axes: Sequence[str]) -> Iterat
         if data > 1:
             yield _over(config, f"fsdp {data} x {text}", "fsdp", {DATA_AXIS: data, **sizes})
         yield _over(config, f"{data} x {text}", "tensor", {DATA_AXIS: data, **sizes})
+
+
+def _over_sequences(config: RunConfig, target: Target) -> Iterator[Spread]:
+    """Yields the meshes that split sequences, each within hosts; TPUs have none."""
+    for size in _divisors(target.count)[1:]:
+        if size <= target.per_host and target.slice is None:
+            mesh = {DATA_AXIS: target.count // size, CONTEXT_AXIS: size}
+            yield _over(config, f"fsdp {mesh[DATA_AXIS]} x {size} {CONTEXT_AXIS}", "fsdp", mesh)
 
 
 def _over(config: RunConfig, title: str, type: str, mesh: dict[str, int]) -> Spread:
@@ -156,9 +164,12 @@ def search(
         every_way(spread)
     # The axes that a task has rules for are known to who has made the task.
     ruled = next((each.plan.step.axes for each in found if each.plan is not None), [])
-    own = [axis for axis in config.strategy.mesh or {} if axis not in BATCH_AXES]
+    own = [axis for axis in config.strategy.mesh or {} if axis not in (*BATCH_AXES, CONTEXT_AXIS)]
     for spread in _over_axes(config, target, ruled or own):
         every_way(spread)
+    if config.strategy.splits_sequences or not any(each.fits for each in found):
+        for spread in _over_sequences(config, target):
+            every_way(spread)
     return sorted(found, key=lambda each: each.rank)
 
 

@@ -15,7 +15,7 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from lockstep import strategy as strategies
@@ -37,6 +38,7 @@ from lockstep.config.schema import Checkpoint, Log, RunConfig
 from lockstep.config.strategy import BATCH_AXES, DATA_AXIS, MAIN, resolve_meshes
 from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.config.values import Interval
+from lockstep.distributed.activity import Activity
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import Topology
 from lockstep.engine.engine import Engine
@@ -49,6 +51,7 @@ from lockstep.planner.plan import Step
 from lockstep.record.display import Display
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.moving import map_tensors
+from lockstep.strategy import context
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.exact import ExactStrategy
 from lockstep.strategy.mesh import axes_of, shard_rules
@@ -165,6 +168,17 @@ class FakeExact(ExactStrategy):
         return present
 
 
+class LastContext(context.Context):
+    """The last rank along the axis `context`, which sees the most positions; a GPU needs no mask in memory."""
+
+    def __init__(self, blocks: Mapping[str, nn.Module], mesh: DeviceMesh, activity: Activity) -> None:
+        super().__init__(blocks, mesh, activity)
+        self.rank = self.size - 1
+
+    def causal_mask(self, length: int, end: int, device: torch.device) -> None:
+        pass
+
+
 def _create(
     settings: StrategySettings, runtime: Runtime, group: Group, leaves: int | None = None, seed: int = 0
 ) -> Strategy:
@@ -185,6 +199,7 @@ def world(size: int) -> Iterator[FakeGroup]:
     to = nn.Module.to
     nn.Module.to = _stays(to)  # type: ignore[method-assign]
     strategies.create = _create
+    own, context.Context = context.Context, LastContext  # type: ignore[misc]
     available = torch.cuda.is_available
     torch.cuda.is_available = _as_on_the_target(available)
     try:
@@ -192,6 +207,7 @@ def world(size: int) -> Iterator[FakeGroup]:
     finally:
         nn.Module.to = to  # type: ignore[method-assign]
         strategies.create = _really_create
+        context.Context = own  # type: ignore[misc]
         torch.cuda.is_available = available
         dist.destroy_process_group()
 
@@ -275,6 +291,7 @@ def trace(config: RunConfig, world_size: int) -> Step:
         try:
             with fake, ledger:
                 set_up(run, task, config, LONG)
+                gpu_rules.install_masks(ledger)
                 event, operation, collective = _steps(run, task, config, datasets["train"], order, ledger)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise NotTraced(f"the step has a shape or a branch that depends on values: {error}") from None

@@ -90,6 +90,12 @@ class Context:
             dist.all_gather(parts, part.contiguous(), group=self.group)
         return torch.cat(parts, dim)
 
+    def causal_mask(self, length: int, end: int, device: torch.device) -> Any:
+        """Returns the mask of the last of so many positions."""
+        if device.type == "cuda" and not torch.compiler.is_compiling():
+            return causal_lower_right(length, end)  # no mask in memory; torch cannot compile it
+        return torch.ones(length, end, dtype=torch.bool, device=device).tril(end - length)
+
     def add_up(self, tensor: Tensor) -> Tensor:
         with self._activity.within("the gradients of keys and values", waits=True):
             dist.all_reduce(tensor := tensor.contiguous(), group=self.group)
@@ -183,10 +189,7 @@ class _Attention(TorchFunctionMode):
         if is_causal:
             end = (context.rank + 1) * length  # later ones are not looked at
             key, value = key[..., :end, :], value[..., :end, :]
-            # Kernels of GPUs need no mask in memory, but torch cannot compile that.
-            on_gpu = query.device.type == "cuda" and not torch.compiler.is_compiling()
-            mask = torch.ones(length, end, dtype=torch.bool, device=query.device).tril(end - length)
-            attn_mask = causal_lower_right(length, end) if on_gpu else mask
+            attn_mask = context.causal_mask(length, end, query.device)
         elif attn_mask is not None and attn_mask.size(-2) == context.length:
             attn_mask = context.part_of(attn_mask, -2)
         elif attn_mask is not None and attn_mask.size(-2) != 1:

@@ -188,7 +188,12 @@ class ShardedStrategy(Strategy):
 
         with torch.no_grad():
             for name, unit in units.items():
-                mine = [each for key, each in owned.items() if key not in done and _is_inside(each, unit)]
+                inside = {id(each) for each in unit.modules()}
+                mine = [
+                    each
+                    for key, each in owned.items()
+                    if key not in done and inside.issuperset(id(module) for module, _ in each.places)
+                ]
                 done |= {id(each.before) for each in mine}
                 filling.fill(unit, mine, part)
                 if not name:
@@ -415,11 +420,6 @@ def _reshard_without_backward(module: nn.Module, inputs: Any, output: Any) -> No
     """Frees what torch keeps gathered until a backward pass, where none comes."""
     if not torch.is_grad_enabled() and isinstance(module, FSDPModule):
         module.reshard()
-
-
-def _is_inside(owned: placing.Owned, unit: nn.Module) -> bool:
-    inside = {id(each) for each in unit.modules()}
-    return all(id(module) in inside for module, _ in owned.places)
 
 
 def _refuse_sparse(model: nn.Module) -> None:
