@@ -162,9 +162,9 @@ def test_what_is_exchanged_is_what_ranks_of_this_machine_exchange(project: Proje
 def test_keys_and_values_of_split_sequences_are_exchanged_compiled_or_not(compile: str) -> None:
     mesh = "strategy={type: fsdp, mesh: {data: 1, context: 2}}"
     step = traced(GPT, [mesh, f"train.compile={compile}"], target("h200x2"))
-    found = {each.name: each.count for each in step.collectives if each.axis == "context"}
+    found = {(each.name, each.of_gradients): each.count for each in step.collectives if each.axis == "context"}
     # Of two blocks keys and values, and the sequence where it is cut or joined; all gradients in three.
-    assert found == {"allgather": 2 * 2 + 2, "allreduce": 2 * 2 + 3}
+    assert found == {("allgather", False): 2 * 2 + 2, ("allreduce", False): 2 * 2, ("allreduce", True): 3}
 
 
 def test_what_does_not_fit_is_told_with_the_lines_that_made_it(project: Project) -> None:

@@ -212,10 +212,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     )
                 )
             return
-        if func.namespace == "lockstep":
+        if func.namespace == "lockstep" and func._opname in _OF_PARTS:
             size = max(each.numel() * each.element_size() for each in [*_tensors(args), *outputs])
             over = str(CONTEXTS[args[1]].group.group_name)
-            self.books.collectives.append(Collective(_OF_PARTS[func._opname], over, size))
+            self.books.collectives.append(Collective(_OF_PARTS[func._opname], over, size, False))
             return
         returns = func._schema.returns
         if returns and returns[0].alias_info is not None and not returns[0].alias_info.is_write:
