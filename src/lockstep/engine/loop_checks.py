@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,12 +30,24 @@ _LOOKED_AT = 3  # backward passes on the loop's own data
 _EXAMPLES = 16
 
 
+class _Inside:
+    """Whether run.backward or run.step works; a closure calls the one within the other. A generator would be slower."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *failure: object) -> None:
+        self.depth -= 1
+
+
 class LoopChecks:
     """Looks on until the loop has stepped an optimizer, and at the data of its first steps."""
 
     def __init__(self, group: Group, runtime: Runtime, dp_size: int) -> None:
         self._group, self._runtime = group, runtime
-        self._inside = False  # of run.backward or run.step
+        self._inside = _Inside()
         self._hooks: dict[int, RemovableHandle] = {}
         self._parameters: list[nn.Parameter] = []
         self._stepped = self._warned = False
@@ -55,44 +66,31 @@ class LoopChecks:
             self._hooks[id(optimizer)] = optimizer.register_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._inside:
+        if not self._inside.depth:
             raise ConfigError(
                 "optimizer.step() was called: such a step is not counted, logged or saved, and is not that of the "
                 "global batch. Replace loss.backward() and optimizer.step() by run.backward(loss) and "
                 "run.step(optimizer)"
             )
 
-    @contextlib.contextmanager
-    def stepping(self, optimizer: Optimizer | None) -> Iterator[None]:
+    def stepping(self, optimizer: Optimizer | None) -> _Inside:
         """While run.step works. Its optimizer is no longer watched: a hook costs, and may change how it steps."""
         if self._hooks:
             for key in [id(optimizer)] if optimizer is not None else list(self._hooks):
                 if key in self._hooks:
                     self._hooks.pop(key).remove()
-        with self._within():
-            yield
         self._stepped = True
-
-    @contextlib.contextmanager
-    def _within(self) -> Iterator[None]:
-        """A closure calls run.backward within run.step."""
-        before, self._inside = self._inside, True
-        try:
-            yield
-        finally:
-            self._inside = before
+        return self._inside
 
     # run.step left out
 
-    @contextlib.contextmanager
-    def computing(self, loss: Any, own_data: bool, completes_batch: bool) -> Iterator[None]:
+    def computing(self, loss: Any, own_data: bool, completes_batch: bool) -> _Inside:
         """While run.backward works."""
         if not self._stepped and completes_batch:
             self._count_pass(own_data)
         if own_data and self._compares_data:
             self._look_at_data(loss)
-        with self._within():
-            yield
+        return self._inside
 
     def walks(self, dataset: Any) -> None:
         """The loop begins a pass over a dataset."""

@@ -109,6 +109,9 @@ class Stepper:
     def _step(self, optimizer: Optimizer, divisor: Tensor | None, number: int) -> None:
         """Ranks may meet there: where each computes some of the matrices, for all."""
         try:
+            if divisor is None and (self._group.world_size == 1 or not meets(optimizer)):
+                self._strategy.step(optimizer)
+                return
             with dividing(optimizer, divisor), self._activity.within("the optimizer", waits=meets(optimizer)):
                 self._strategy.step(optimizer)
         except RuntimeError as error:
