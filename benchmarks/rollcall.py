@@ -1,6 +1,6 @@
 """What the roll call costs, how it grows with the number of ranks, and how many connections a rank then has.
 
-Real processes, started as `lockstep.launch` starts them, say what a run pays; up to 4,096 ranks that are threads of one
+Real processes, started as `lockstep.launch` starts them, say what a run pays; up to 512 ranks that are threads of one
 process say how that grows; up to 16 real processes say who is connected to whom.
 """
 
@@ -168,7 +168,7 @@ def real_table(found: dict[int, list[dict[str, float]]]) -> str:
 
 
 def simulated(chosen: argparse.Namespace) -> list[int]:
-    return [2, 8, 32] if chosen.quick else [2, 8, 32, 128, 512, 4096]
+    return [2, 8, 32] if chosen.quick else [2, 8, 32, 128, 512]
 
 
 def grown_cost(chosen: argparse.Namespace) -> list[dict[str, Any]]:
