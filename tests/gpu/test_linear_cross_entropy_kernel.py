@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -40,3 +42,23 @@ def test_as_torch_computes_it(dtype: torch.dtype, classes: int) -> None:
         for one, other in zip(found(loss, dtype, classes), expected, strict=True):
             assert (one - other).norm() <= 1e-2 * other.norm()
         assert found(loss, dtype, classes)[0].item() == pytest.approx(expected[0].item(), rel=1e-5)
+
+
+def test_an_ignored_row_that_overflows_changes_nothing() -> None:
+    hidden = torch.ones(2, 64, device="cuda", dtype=torch.float16)
+    hidden[0] *= 60_000
+    hidden.requires_grad_()
+    weight = torch.ones(11, 64, device="cuda", dtype=torch.float16, requires_grad=True)
+    linear_cross_entropy(hidden, weight, torch.tensor([-100, 3], device="cuda")).backward()
+    assert weight.grad is not None and weight.grad.isfinite().all()
+    assert hidden.grad is not None and not hidden.grad[0].any()
+
+
+def test_a_target_that_is_no_class_is_refused() -> None:
+    """In a process of its own, which cannot use the GPU after that."""
+    program = (
+        "import torch, lockstep; ones = torch.ones(4, 8, device='cuda', dtype=torch.bfloat16, requires_grad=True);"
+        "lockstep.nn.linear_cross_entropy(ones, ones, torch.tensor([0, 1, 2, 4], device='cuda')).item()"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1 and "device-side assert" in ended.stderr

@@ -108,12 +108,13 @@ class Stepper:
 
     def _step(self, optimizer: Optimizer, divisor: Tensor | None, number: int) -> None:
         """Ranks may meet there: where each computes some of the matrices, for all."""
+        waits = self._group.world_size > 1 and meets(optimizer)
         try:
-            if divisor is None and (self._group.world_size == 1 or not meets(optimizer)):
+            if divisor is None and not waits:  # the common case, without what it costs to enter and leave
                 self._strategy.step(optimizer)
-                return
-            with dividing(optimizer, divisor), self._activity.within("the optimizer", waits=meets(optimizer)):
-                self._strategy.step(optimizer)
+            else:
+                with dividing(optimizer, divisor), self._activity.within("the optimizer", waits=waits):
+                    self._strategy.step(optimizer)
         except RuntimeError as error:
             raise self._group.explain(error, f"the optimizer of step {number}") from error
 

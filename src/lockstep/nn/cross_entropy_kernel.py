@@ -29,11 +29,13 @@ def _kernel(logits, labels, losses, classes, ignore_index, BLOCK: tl.constexpr):
         inside = start + columns < classes
         values = tl.load(logits + start + columns, inside, other=-float("inf")).to(tl.float32)
         slope = tl.exp(values - largest) / total - tl.where(start + columns == label, 1.0, 0.0)
-        tl.store(logits + start + columns, slope.to(logits.dtype.element_ty), inside)
+        tl.store(logits + start + columns, tl.where(kept, slope, 0.0).to(logits.dtype.element_ty), inside)
 
 
 def losses_and_slopes(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    """Returns each row's loss and overwrites its logits with its gradient; an ignored row's gradient is not zeroed."""
+    """Returns each row's loss, and overwrites its logits with its gradient: both are zero for ignored rows."""
+    is_class = (labels >= 0) & (labels < logits.shape[1])
+    torch._assert_async((is_class | (labels == ignore_index)).all(), "linear_cross_entropy: a target is not a class")
     losses = torch.empty(len(labels), dtype=torch.float32, device=logits.device)
     if len(labels):
         _kernel[(len(labels),)](logits, labels, losses, logits.shape[1], ignore_index, _BLOCK, num_warps=_WARPS)
