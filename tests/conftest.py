@@ -23,7 +23,7 @@ import yaml
 
 import warm
 from laptop import hosts, laptop, one_machine
-from ray_cluster import fit, nodes
+from ray_cluster import end_after_the_last_test, fit, nodes
 from ray_launching import on_ray, places, undisturbed
 from s3_server import s3, stored
 from slurm_cluster import slurm
@@ -100,6 +100,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return next((group for start, group in TOGETHER.items() if nodeid.startswith(start)), nodeid)
 
     return Together(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if item.nodeid.startswith("tests/ray/") and not (nextitem and nextitem.nodeid.startswith("tests/ray/")):
+        end_after_the_last_test()
 
 
 @dataclass(frozen=True)

@@ -30,48 +30,69 @@ SMALL = {"num_cpus": 4, "object_store_memory": 100_000_000}
 
 
 class Nodes:
-    """A cluster of raylets on this machine. Workers that ask for a resource are placed on the nodes that have it."""
+    """A cluster of raylets on this machine, with this process as a driver. Workers that ask for a resource are placed
+    on the nodes that have it."""
 
     def __init__(self) -> None:
+        import ray
+        from ray._private.utils import get_ray_address_file
         from ray.cluster_utils import Cluster
 
+        self._before = {name: os.environ.get(name) for name in SETTINGS}
+        os.environ.update(SETTINGS)
+        # Here Ray notes the newest cluster, for whoever calls ray.init(). Only Cluster.shutdown would take it back.
+        self._noted = Path(get_ray_address_file(None))
+        self._known = self._noted.read_text() if self._noted.exists() else None
         self.cluster = Cluster(initialize_head=True, head_node_args={**SMALL, "include_dashboard": False})
+        ray.init(address=self.cluster.address, log_to_driver=True)
+        self._leaving = threading.Thread(target=ray.shutdown, name="leaving-ray", daemon=True)
 
     def add(self, **resources: float) -> Any:
         return self.cluster.add_node(**SMALL, resources=resources)
+
+    def leave(self) -> bool:
+        """Disconnects this process; whether that worked.
+
+        ray.shutdown was seen to wait for ever for the thread that prints the workers' logs, with a lock that
+        Cluster.shutdown wants as well. So it has a limit, and nodes are ended one by one.
+        """
+        if self._leaving.ident is None:
+            self._leaving.start()
+        self._leaving.join(_LEAVE_SECONDS)
+        return not self._leaving.is_alive()
+
+    def end(self) -> None:
+        """Ends the cluster; a driver that is still connected is then ended by Ray, and this process with it."""
+        for node in [*self.cluster.worker_nodes, self.cluster.head_node]:
+            node.kill_all_processes(check_alive=False, allow_graceful=True)
+        self._noted.unlink(missing_ok=True)
+        if self._known is not None:
+            self._noted.write_text(self._known)
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+_running: list[Nodes] = []
 
 
 @pytest.fixture(scope="session")
 def nodes() -> Iterator[Nodes]:
     """The driver is connected to the head."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
+    _running.append(Nodes())
+    yield _running[0]
+    if _running:
+        _running[0].leave()
+        _running.pop().end()
 
-    from ray._private.utils import get_ray_address_file
 
-    before = {name: os.environ.get(name) for name in SETTINGS}
-    os.environ.update(SETTINGS)
-    # Ray notes the newest cluster here, for whoever calls ray.init() next. Only Cluster.shutdown would take it back.
-    noted = Path(get_ray_address_file(None))
-    known = noted.read_text() if noted.exists() else None
-    cluster = Nodes()
-    ray.init(address=cluster.cluster.address, log_to_driver=True)
-    yield cluster
-    # A driver that is still connected when its raylet goes away is ended by Ray, and this process with it. But
-    # ray.shutdown was seen to wait for ever for the thread that prints the workers' logs, with a lock that
-    # Cluster.shutdown wants as well: so it has a limit, and nodes are ended one by one.
-    leaving = threading.Thread(target=ray.shutdown, name="leaving-ray", daemon=True)
-    leaving.start()
-    leaving.join(_LEAVE_SECONDS)
-    for node in [*cluster.cluster.worker_nodes, cluster.cluster.head_node]:
-        node.kill_all_processes(check_alive=False, allow_graceful=True)
-    noted.unlink(missing_ok=True)
-    if known is not None:
-        noted.write_text(known)
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+def end_after_the_last_test() -> None:
+    """Ends the cluster before other tests run: with its threads in this process, one of them once stood still."""
+    if _running and _running[0].leave():
+        _running.pop().end()
 
 
 def notes(folder: Path) -> dict[int, list[dict[str, Any]]]:

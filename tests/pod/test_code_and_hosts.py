@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import tarfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +117,13 @@ def test_an_agent_is_alive_as_long_as_it_holds_its_job(tmp_path: Path, monkeypat
         Job(job.path).hold()
     with pytest.raises(ConfigError, match="the name of a pod"):
         PodFolder(".lockstep", "../p")
+
+
+def test_whoever_looks_whether_an_agent_is_alive_does_not_keep_it_from_its_job(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    with (tmp_path / "agent.lock").open("w") as looked_at:
+        fcntl.flock(looked_at, fcntl.LOCK_SH)  # as is_alive has it for a moment
+        assert not job.is_alive
+        threading.Timer(0.1, fcntl.flock, (looked_at, fcntl.LOCK_UN)).start()
+        job.hold()
+    assert job.is_alive

@@ -18,6 +18,8 @@ from lockstep.errors import ConfigError, LaunchError
 _ENDED_BYTES, _LONGEST_SAID = 64 * 1024, 8 * 1024
 # How long a command that starts a job keeps others out: it may copy for ten minutes, and be killed meanwhile.
 _CLAIM_SECONDS = 900.0
+# Whoever looks whether an agent is alive has its lock for a moment.
+_HOLD_SECONDS = 0.5
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
 
@@ -66,7 +68,7 @@ class PodFolder:
 
     @contextlib.contextmanager
     def _claimed(self) -> Iterator[IO[str]]:
-        descriptor = os.open(self.path / "claim.json", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(self.path / "claim.json", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "r+", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file
@@ -92,24 +94,17 @@ class Job:
         """
         self._write_ended(b"")
         descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(descriptor)
-            raise LaunchError(f"{self.path}: another agent is at work for this job") from None
+        deadline = time.monotonic() + _HOLD_SECONDS
+        while not _locked(descriptor, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                raise LaunchError(f"{self.path}: another agent is at work for this job")
+            time.sleep(0.01)
 
     @property
     def is_alive(self) -> bool:
-        try:
-            descriptor = os.open(self._lock, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        finally:
-            os.close(descriptor)
+        with contextlib.suppress(OSError), self._lock.open("rb") as file:
+            return not _locked(file.fileno(), fcntl.LOCK_SH)
         return False
 
     def has_begun(self) -> None:
@@ -121,11 +116,8 @@ class Job:
         self._write_ended(json.dumps(content).encode())
 
     def _write_ended(self, content: bytes) -> None:
-        descriptor = os.open(self._ended, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            os.pwrite(descriptor, content.ljust(_ENDED_BYTES), 0)
-        finally:
-            os.close(descriptor)
+        with os.fdopen(os.open(self._ended, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), "wb") as file:
+            os.pwrite(file.fileno(), content.ljust(_ENDED_BYTES), 0)
 
     def unsaid(self) -> str:
         """Returns the lines of the agent's last message that its console has no room for."""
@@ -146,6 +138,14 @@ class Job:
         """Returns the agent's process id while it is alive."""
         pid = (self.agent() or {}).get("pid")
         return pid if self.is_alive and isinstance(pid, int) and pid > 0 else None
+
+
+def _locked(descriptor: int, how: int) -> bool:
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _overwrite(file: IO[str], content: dict[str, Any]) -> None:
