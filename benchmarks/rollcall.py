@@ -1,7 +1,7 @@
 """What the roll call costs, how it grows with the number of ranks, and how many connections a rank then has.
 
-Real processes, started as `lockstep.launch` starts them, say what a run pays; up to 512 ranks that are threads of one
-process say how that grows; up to 16 real processes say who is connected to whom.
+Real processes, started as `lockstep.launch` starts them, say what a run pays; up to 4,096 ranks that are threads of a
+few processes say how that grows; up to 16 real processes say who is connected to whom.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ the three before it: the verdict of rank 0 is known everywhere, the groups are f
 shown that everybody takes part. Before that, on each rank: two connections to the store, and the digests of the task's
 source."""
 
-NOTES_GROWTH = """\
-Ranks that are threads of one process, each with its own two connections to a store that another process serves, and
-with reports and evidence as long as real ones; the smallest of the repeats. From the moment that all begin to report
-until the last has the verdict. The Python of all ranks takes turns on one core here, so this is an upper bound for
-the work that is to be done; there is no network in between, so a real one adds its latency. Messages: calls to the
-store. Connections: two per rank, and the launcher's own."""
+THREADS = 256  # ranks of one process
+NOTES_GROWTH = f"""\
+Ranks that are threads, at most {THREADS} of a process, each with its own two connections to a store that another
+process serves, and with reports and evidence as long as real ones; the smallest of the repeats. From the moment that
+all begin to report until the last has the verdict. The Python of all ranks takes turns on the cores here, so this is an
+upper bound for the work that is to be done; there is no network in between, so a real one adds its latency. Messages:
+calls to the store. Connections: two per rank."""
 
 NOTES_CONNECTIONS = """\
 Real processes; the most that any rank has with other ranks, without those to the store. The gathering is all that has
@@ -60,11 +61,13 @@ agreed on as well. At once: gloo's own default, a connection between every two r
 
 def main() -> None:
     parser = report.options(__doc__, repeats=5)
-    parser.add_argument("--child", nargs=2, metavar=("SOCKET", "FILE"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--child", nargs=5, metavar=("SOCKET", "FILE", "FIRST", "LAST", "COUNT"), help=argparse.SUPPRESS
+    )
     chosen = report.parse(parser)
     if chosen.child:
-        path, file = chosen.child
-        Path(file).write_text(json.dumps(threads_report(path, simulated(chosen), chosen)), encoding="utf-8")
+        path, file, *ranks = chosen.child
+        Path(file).write_text(json.dumps(threads_report(path, *map(int, ranks), chosen.repeats)), encoding="utf-8")
         return
     real, growth, connections = real_cost(chosen), grown_cost(chosen), counted_connections(chosen)
     text = "\n\n".join(
@@ -168,32 +171,29 @@ def real_table(found: dict[int, list[dict[str, float]]]) -> str:
 
 
 def simulated(chosen: argparse.Namespace) -> list[int]:
-    return [2, 8, 32] if chosen.quick else [2, 8, 32, 128, 512]
+    return [2, 8, 32] if chosen.quick else [2, 8, 32, 128, 512, 1024, 2048, 4096]
 
 
 def grown_cost(chosen: argparse.Namespace) -> list[dict[str, Any]]:
-    """Serve the store here, on a socket of our own as the launcher does, and let the ranks be another process."""
-    from lockstep.distributed.store.server import Server, listen_on_unix
-
-    raise_file_limit(CONNECTIONS_PER_RANK * max(simulated(chosen)))
-    print(f"simulated ranks: {simulated(chosen)}", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory(prefix="rollcall-") as folder:
-        path = str(Path(folder) / "store")
-        server = Server(listen_on_unix(path))
-        file = Path(folder) / "found.json"
-        options = [f"--repeats={chosen.repeats}", *(["--quick"] if chosen.quick else [])]
-        command = [sys.executable, __file__, *options, "--child", path, str(file)]
-        report.run(command, limit=600, OMP_NUM_THREADS="1", RES_OPTIONS=IMPATIENT)
-        server.close()
-        return list(json.loads(file.read_text(encoding="utf-8")))
+    """Serve the store here, on a socket of our own as the launcher does, and let the ranks be other processes."""
+    found = []
+    for count in simulated(chosen):
+        print(f"simulated ranks: {count}", file=sys.stderr, flush=True)
+        needed = CONNECTIONS_PER_RANK * count + OTHER_FILES
+        allowed = raise_file_limit(needed)
+        if allowed < needed:
+            reason = f"left out: needs {needed} open files, `ulimit -n` allows {allowed}"
+            found.append({"ranks": count, "left out": reason})
+        else:
+            found.append(simulate(count, chosen.repeats))
+    return found
 
 
-def raise_file_limit(connections: int) -> int:
+def raise_file_limit(wanted: int) -> int:
     """The open files that this process may have, after asking for enough."""
     import resource
 
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections + OTHER_FILES
     if allowed < wanted:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, max(wanted, most)))
@@ -201,31 +201,53 @@ def raise_file_limit(connections: int) -> int:
     return allowed
 
 
-def threads_report(path: str, counts: list[int], chosen: argparse.Namespace) -> list[dict[str, Any]]:
-    """In the child: the best of several roll calls of each size, from the smallest to the largest."""
-    found: list[dict[str, Any]] = []
-    stores: list[Any] = []
-    for count in counts:
-        needed = CONNECTIONS_PER_RANK * count + OTHER_FILES
-        allowed = raise_file_limit(CONNECTIONS_PER_RANK * count)
-        if allowed < needed:
-            reason = f"left out: needs {needed} open files, `ulimit -n` allows {allowed}"
-            found.append({"ranks": count, "left out": reason})
-            continue
-        stores += more_connections(path, CONNECTIONS_PER_RANK * count - len(stores))
-        rounds = [threads_call(stores[:count], f"{count}-{number}") for number in range(chosen.repeats)]
-        found.append({**min(rounds, key=lambda each: each["seconds"]), "connections": len(stores)})
-    return found
+def simulate(count: int, repeats: int) -> dict[str, Any]:
+    """The best of several roll calls of so many ranks."""
+    from lockstep.distributed.store.server import Server, listen_on_unix
+
+    with tempfile.TemporaryDirectory(prefix="rollcall-") as folder:
+        path = str(Path(folder) / "store")
+        server = Server(listen_on_unix(path))
+        files, commands = [], []
+        for first in range(0, count, THREADS):
+            last = min(first + THREADS, count)
+            files.append(Path(folder) / f"found-{first}.json")
+            child = [path, str(files[-1]), *map(str, (first, last, count))]
+            commands.append([sys.executable, __file__, f"--repeats={repeats}", "--child", *child])
+        with ThreadPoolExecutor(len(commands)) as threads:
+            run = partial(report.run, limit=900, OMP_NUM_THREADS="1", RES_OPTIONS=IMPATIENT)
+            list(threads.map(run, commands))
+        server.close()
+        parts = [json.loads(each.read_text(encoding="utf-8")) for each in files]
+    rounds = [
+        {
+            "seconds": max(each["ended"] for each in of_round) - min(each["began"] for each in of_round),
+            "calls": max(each["calls"] for each in of_round),
+            "calls of rank 0": of_round[0]["calls of rank 0"],
+        }
+        for of_round in zip(*parts, strict=True)
+    ]
+    best = min(rounds, key=lambda each: each["seconds"])
+    return {"ranks": count, **best, "connections": CONNECTIONS_PER_RANK * count}
 
 
-def more_connections(path: str, count: int) -> list[Any]:
+def threads_report(path: str, first: int, last: int, count: int, repeats: int) -> list[dict[str, Any]]:
+    """In a child: what its ranks saw of each roll call."""
+    raise_file_limit(CONNECTIONS_PER_RANK * (last - first) + OTHER_FILES)
+    stores = connections(path, CONNECTIONS_PER_RANK * (last - first))
+    evidence, reports = what_ranks_say(first, last, count)
+    processes = -(-count // THREADS)
+    return [
+        threads_call(stores[: last - first], f"{count}-{number}", evidence, reports, processes)
+        for number in range(repeats)
+    ]
+
+
+def connections(path: str, count: int) -> list[Any]:
     from lockstep.distributed.store.client import connect_unix
 
-    def connect(_: int) -> Any:
-        return connect_unix(path, 60.0)
-
-    with ThreadPoolExecutor(count) as threads:
-        return list(threads.map(connect, range(count)))
+    with ThreadPoolExecutor(64) as threads:
+        return list(threads.map(lambda _: connect_unix(path, 60.0), range(count)))
 
 
 class Counting:
@@ -239,29 +261,38 @@ class Counting:
         return getattr(self._store, name)
 
 
-def threads_call(stores: list[Any], prefix: str) -> dict[str, Any]:
-    """A roll call of as many ranks as there are connections."""
+def threads_call(
+    stores: list[Any], prefix: str, evidence: Evidence, reports: list[Report], processes: int
+) -> dict[str, Any]:
+    """A roll call, of as many ranks here as there are connections; they begin with those of the other processes."""
     from lockstep.distributed.rollcall.call import call
 
     count = len(stores)
-    evidence, reports = what_ranks_say(count)
     began, ended, calls = [0.0] * count, [0.0] * count, [0] * count
-    together = threading.Barrier(count)
+
+    def meet_processes() -> None:
+        meeting = stores[0].under(f"{prefix}-meeting/")
+        if meeting.add("here", 1) == processes:
+            meeting.set("all", b"")
+        if not meeting.wait(["all"], 600.0):
+            raise report.MeasurementFailed("the processes of the simulated ranks did not meet")
+
+    together = threading.Barrier(count, action=meet_processes)
 
     def rank(number: int) -> None:
         store = Counting(stores[number].under(prefix))
         together.wait()
         began[number] = time.monotonic()
-        call(store, reports[number], evidence, 60.0)
+        call(store, reports[number], evidence, 300.0)
         ended[number], calls[number] = time.monotonic(), store.calls
 
     with ThreadPoolExecutor(count) as threads:
         list(threads.map(rank, range(count)))
-    seconds = max(ended) - min(began)
-    return {"ranks": count, "seconds": seconds, "calls": max(calls[1:]), "calls of rank 0": calls[0]}
+    others = calls[1:] if reports[0].rank == 0 else calls
+    return {"began": min(began), "ended": max(ended), "calls": max(others, default=0), "calls of rank 0": calls[0]}
 
 
-def what_ranks_say(count: int) -> tuple[Evidence, list[Report]]:
+def what_ranks_say(first: int, last: int, count: int) -> tuple[Evidence, list[Report]]:
     """As long as what real ranks say: eight on every host, all settings, twenty files of source."""
     from lockstep.config.schema import RunSettings
     from lockstep.distributed.rollcall.call import report as report_of
@@ -272,7 +303,7 @@ def what_ranks_say(count: int) -> tuple[Evidence, list[Report]]:
     settings = RunSettings().model_dump(mode="json", by_alias=True)
     evidence = Evidence(settings, {f"package/module_{number}.py": f"{number:016x}" for number in range(20)})
     reports = []
-    for rank in range(count):
+    for rank in range(first, last):
         place = Place(rank, rank % 8, rank // 8, f"host-{rank // 8}")
         mine = report_of(Topology(place, count, min(count, 8), port=1), CpuRuntime(), evidence)
         reports.append(replace(mine, physical_device=f"{place.host}/cuda/{place.local_rank}"))

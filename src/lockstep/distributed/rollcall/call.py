@@ -79,7 +79,7 @@ def _error(message: str, absent: bool) -> RollCallError:
 
 def _collect(store: Any, count: int, world_size: int, limit: float) -> dict[int, Report]:
     """Collects reports until all have arrived, the limit has passed, or a fault is certain."""
-    deadline = time.monotonic() + limit
+    deadline, ranks = time.monotonic() + limit, set[int]()
     reports: dict[int, Report] = {}
     for number in range(1, count + 1):
         remaining = max(deadline - time.monotonic(), 0.001)
@@ -87,8 +87,8 @@ def _collect(store: Any, count: int, world_size: int, limit: float) -> dict[int,
         if data is None and not _wait(store, f"rollcall/report/{number}", remaining):
             continue  # later ones may have arrived
         reports[number] = decoded(Report, data or store.read(f"rollcall/report/{number}"))
-        ranks = [each.rank for each in reports.values()]
-        if reports[number].world_size != world_size or len(set(ranks)) < len(ranks):
+        ranks.add(reports[number].rank)
+        if reports[number].world_size != world_size or len(ranks) < len(reports):
             deadline = min(deadline, time.monotonic() + _COMPLETE_SECONDS)
     return reports
 
