@@ -31,7 +31,7 @@ Drop = Callable[[Optimizer, bool], None]
 @dataclass(eq=False)
 class BackwardPass:
     step: Step
-    batches: tuple[Any, ...]  # the global batches that it is of
+    batches: tuple[Any, ...]  # the global batches that it is of, where it has a count
     micro: int  # which micro-batch of the step
     number: int  # which pass over that micro-batch
     count: Count | None  # None where the loss was a mean
@@ -121,7 +121,8 @@ class GradientTracker:
         """Notes a backward pass."""
         known = [each for each in self._passes if each.step is step and each.micro == step.taken]
         reached = {key for key, each in self._watched.items() if self._is_reached(key, each)}
-        self._passes.append(BackwardPass(step, step.batches, step.taken, len(known), count, reached))
+        batches = () if count is None else step.batches
+        self._passes.append(BackwardPass(step, batches, step.taken, len(known), count, reached))
         self._before = {}
 
     def keep(self, optimizer: Optimizer | None = None) -> None:
@@ -131,6 +132,8 @@ class GradientTracker:
 
     def counts_for(self, optimizer: Optimizer) -> list[Count]:
         """Returns what to divide the gradients of an optimizer by; nothing where they are those of means."""
+        if all(each.count is None for each in self._passes):
+            return []
         key = id(optimizer)
         # A pass over a micro-batch whose gradients are not exchanged yet may not show whom it reached: it reaches whom
         # the same pass over the last micro-batch reaches.
@@ -155,13 +158,13 @@ class GradientTracker:
     def stepped(self, optimizer: Optimizer, step: Step) -> None:
         """Clears the gradients that an optimizer has used."""
         watched = self._watched[id(optimizer)]
+        if len(self._watched) == 1:
+            self._passes.clear()
         for each in self._passes:
             each.used = each.used or each.waits_for(id(optimizer))
         watched.clear()
         watched.stepped_in, watched.cleared_by_loop = step, False
         self._settle(watched)
-        if len(self._watched) == 1:
-            self._passes.clear()
 
     def carry_over(self, step: Step) -> None:
         """Keeps the gradients of a step at whose end the data has ended: the next batches add to them."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from lockstep.data.batches import MicroBatch
 from lockstep.data.cursors import Cursor
 from lockstep.errors import ConfigError
@@ -17,7 +15,8 @@ class Step:
     def __init__(self, dp_size: int = 1) -> None:
         self._dp_size = dp_size
         self._current: dict[str, tuple[Cursor, MicroBatch]] = {}  # the last micro-batch of each source
-        self._micro: MicroBatch | None = None  # the one that was handed out last; in most loops, the only one
+        self._micro: MicroBatch | None = None  # the one that was handed out last
+        self._only: MicroBatch | None = None  # the same, where there is one source, as in most loops
         self.counted = False  # whether progress has it: an optimizer has stepped
         self.pending = False  # whether there are gradients that no optimizer has used
         self.partly_ended = False  # whether a source of it has ended, and another has not
@@ -32,7 +31,7 @@ class Step:
             self._examples_before += before[1].whole
             self._tokens_before += before[1].tokens
         self._current[cursor.name] = (cursor, micro)
-        self._micro = micro
+        self._micro, self._only = micro, micro if len(self._current) == 1 else None
         self.taken += 1
 
     @property
@@ -64,8 +63,8 @@ class Step:
     @property
     def completes_batch(self) -> bool:
         """Whether the current micro-batches are the last of their global batches."""
-        if len(self._current) == 1 and self._micro is not None:
-            return self._micro.completes_batch
+        if self._only is not None:
+            return self._only.completes_batch
         return all(micro.completes_batch for _, micro in self._current.values())
 
     @property
@@ -76,18 +75,19 @@ class Step:
     @property
     def weight(self) -> float:
         """The factor for a mean over the current micro-batch."""
-        return self._common({cursor.name: micro.weight for cursor, micro in self._current.values()}, self._dp_size)
+        return self._common("weight", self._dp_size)
 
     @property
     def scale(self) -> float:
         """The factor for a sum over the current micro-batch."""
-        return self._common({cursor.name: micro.scale for cursor, micro in self._current.values()}, 1)
+        return self._common("scale", 1)
 
-    def _common(self, factors: Mapping[str, float], multiple: int) -> float:
+    def _common(self, name: str, multiple: int) -> float:
         """Returns the factor that all current micro-batches have, or refuses the loss on all ranks alike."""
+        if self._only is not None:
+            return float(getattr(self._only, name))
         micros = [micro for _, micro in self._current.values()]
-        if len(micros) == 1:
-            return next(iter(factors.values()))
+        factors = {cursor.name: float(getattr(micro, name)) for cursor, micro in self._current.values()}
         uneven = any(each.whole < self._dp_size or each.whole % multiple for each in micros)
         if len(set(factors.values())) > 1 or (uneven and len({each.whole for each in micros}) > 1):
             shown = ", ".join(f"{name} {factor:g}" for name, factor in factors.items())

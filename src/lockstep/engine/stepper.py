@@ -59,7 +59,8 @@ class Stepper:
                 "comes after an optimizer has stepped for the batch: only its last leaf would see the new weights. "
                 "Call run.backward for all losses before run.step, or leave train.exact out"
             )
-        self._refuse_after_gradients(step)
+        if self._finished:
+            self._refuse_after_gradients(step)
         complete = step.completes_batch
         factor = step.weight if count is None else step.scale
         exchanges = self._group.world_size > 1 and complete

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import ConfigError
-from lockstep.record.meters import Parts, added_up, numbers, parts_of
+from lockstep.record.meters import Numbers, Parts, added_up, parts_of
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
 def _summed(name: str, totals: list[tuple[float, Any, Any]], batches: int) -> list[list[float]]:
     if len(totals) != batches:
         raise ConfigError(f"metric {name!r} is there for {len(totals)} of {batches} batches: return it for each")
-    found = numbers([total for _, total, _ in totals] + [count for _, _, count in totals])
+    found = Numbers([total for _, total, _ in totals] + [count for _, _, count in totals]).read()
     weights = [weight for weight, _, _ in totals]
     return [
         parts_of(weight * total for weight, total in zip(weights, found[:batches], strict=True)),

@@ -62,7 +62,7 @@ class Meter:
     def __init__(self, runtime: Runtime | None = None) -> None:
         self._runtime = runtime
         self._entries: list[Entry] = []
-        self._losses: list[tuple[int, torch.Tensor]] = []
+        self._losses: list[tuple[int, Any]] = []
         # The tensor that was noted last, its version and its copy.
         self._last: tuple[Any, int, Any] = (lambda: None, 0, None)
 
@@ -106,6 +106,8 @@ class Meter:
         """Copies a value, which the loop may write to later. A loss that is logged and trained on is copied once."""
         if not isinstance(value, torch.Tensor):
             return value
+        if value.is_cpu and type(value) is torch.Tensor and value.numel() == 1 and not value.is_complex():
+            return value.item()
         version = -1 if value.is_inference() else value._version
         if self._last[0]() is value and self._last[1] == version >= 0:
             return self._last[2]
@@ -170,13 +172,8 @@ def sum_of(values: list[float]) -> float:
     return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
 
 
-def numbers(values: list[Any]) -> list[float]:
-    """Returns single values as numbers, with one wait for the device if possible."""
-    return Numbers(values).read()
-
-
 class Numbers:
-    """Single values whose copies to the host are under way, where the device can do that."""
+    """Single values as numbers, with one wait for the device if possible; where it can, copies are under way."""
 
     def __init__(self, values: list[Any], runtime: Runtime | None = None) -> None:
         self._values = values

@@ -18,8 +18,7 @@ from lockstep.errors import ConfigError, LaunchError
 _ENDED_BYTES, _LONGEST_SAID = 64 * 1024, 8 * 1024
 # How long a command that starts a job keeps others out: it may copy for ten minutes, and be killed meanwhile.
 _CLAIM_SECONDS = 900.0
-# Whoever looks whether an agent is alive has its lock for a moment.
-_HOLD_SECONDS = 0.5
+_HOLD_SECONDS = 0.5  # whoever looks whether an agent is alive has its lock for a moment
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
 
