@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import option_bodies
 import pytest
 
 import lockstep
+from lockstep.launchers.local import fork_server
 
 
 def trained(out: Path, processes: int, how: dict[str, Any] | None = None, **strategy: Any) -> dict[str, Any]:
@@ -106,4 +108,9 @@ def test_every_thread_of_a_rank_has_the_number_of_this_launch(tmp_path: Path) ->
             bodies.threads_of_a_new_thread, processes=2, runtime="cpu", out=tmp_path, launch={"threads": threads}
         )
 
-    assert [found(threads) for threads in (2, 1, 3, 2)] == [[2, 2], [1, 1], [3, 3], [2, 2]]
+    assert [found(threads) for threads in (1, 2, 3, 1)] == [[1, 1], [2, 2], [3, 3], [1, 1]]
+    fork_server.stop()  # as a check of names does at its end
+    other = multiprocessing.get_context("forkserver").Process(target=int)
+    other.start()
+    other.join(60)
+    assert found(1) == [1, 1] and found(3) == [3, 3]

@@ -27,8 +27,8 @@ _CHECK_SECONDS = 15.0
 
 # The number of threads per rank that the fork server was started for; 0: started by other code, or not yet.
 _threads = 0
-# The state of multiprocessing for the servers that were started for other numbers.
-_set_aside: dict[int, dict[str, Any]] = {}
+# The state of multiprocessing for the servers that were started for other numbers, and the process ids of ours.
+_set_aside, _started = dict[int, dict[str, Any]](), dict[int, int | None]()
 
 
 def warm_up(threads: int) -> None:
@@ -44,6 +44,7 @@ def warm_up(threads: int) -> None:
         try:
             multiprocessing.resource_tracker.ensure_running()
             multiprocessing.forkserver.ensure_running()
+            _started[threads] = ForkServer().pid
         finally:
             del os.environ["OMP_NUM_THREADS"]
             if before is not None:
@@ -54,16 +55,15 @@ def _change_to(threads: int) -> None:
     """Libraries read the number of threads when they are loaded; a forked process could change it for its main thread
     alone. Threads of gloo, which compute too, would keep the server's, and the order of sums depends on it."""
     global _threads
+    served = vars(multiprocessing.forkserver._forkserver)
+    if served["_forkserver_pid"] not in (None, _started.get(_threads)):
+        _threads = 0  # of other code, since ours ended
     if threads == _threads:
         return
-    served = vars(multiprocessing.forkserver._forkserver)
     _set_aside[_threads] = {name: each for name, each in served.items() if name != "_lock"}
-    served.update(_set_aside.pop(threads) if threads in _set_aside else _never_started())
+    new = {name: each for name, each in vars(multiprocessing.forkserver.ForkServer()).items() if name != "_lock"}
+    served.update(_set_aside.pop(threads, new))
     _threads = threads
-
-
-def _never_started() -> dict[str, Any]:
-    return {name: each for name, each in vars(multiprocessing.forkserver.ForkServer()).items() if name != "_lock"}
 
 
 def check(config: RunConfig, elsewhere: bool = False) -> str:
