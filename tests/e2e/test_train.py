@@ -148,6 +148,21 @@ def test_a_scheduler_that_watches_a_metric(project: Project) -> None:
     assert [row["lr"] for row in rows(run) if "lr" in row][-1] == pytest.approx(0.1 * 0.1**3)
 
 
+@pytest.mark.requirement("D16")
+def test_a_scheduler_that_watches_a_metric_waits_for_the_first_validation(project: Project) -> None:
+    scheduler = {
+        "type": "torch.optim.lr_scheduler.ReduceLROnPlateau",
+        "monitor": "val/loss",
+        "patience": 0,
+        "threshold": 100.0,
+        "every": "1 step",
+    }
+    run = project.train(scheduler=scheduler, train={"steps": 5, "batch_size": 12}, validation={"every": "3 steps"})
+    rates = [row["lr"] for row in rows(run) if "lr" in row]
+    assert rates == pytest.approx([0.1, 0.1, 0.1, 0.01, 0.001]), "the validation after step 3 is the first to go by"
+    assert "val/loss comes with the first validation" in (run / "logs" / "rank-0.log").read_text()
+
+
 @pytest.mark.requirement("D17")
 def test_every_knob_of_the_data_works(project: Project) -> None:
     data = {"workers": 2, "prefetch": 3, "pin_memory": True, "drop_last": True, "shuffle": False,

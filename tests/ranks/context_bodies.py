@@ -27,19 +27,53 @@ class Convolved(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + F.scaled_dot_product_attention(x, x, x)
-        return self.out(self.mix(x.transpose(1, 2)).transpose(1, 2))
+        return x + self.out(self.mix(x.transpose(1, 2)).transpose(1, 2))
+
+
+class Hidden(Convolved):
+    """It shows only once the last layer has learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.up(F.scaled_dot_product_attention(x, x, x)))  # type: ignore[no-any-return]
+
+
+class Masked(nn.Module):
+    """Attention with a mask that the block is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        heads = x.unsqueeze(1)
+        mask = mask if mask.dim() == 2 and len(mask) == mask.size(1) else mask[:, None, None, :]
+        return x + self.up(F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask).squeeze(1))  # type: ignore[no-any-return]
 
 
 class Stack(nn.Module):
-    def __init__(self, block: Any) -> None:
+    def __init__(self, block: Any, mask: str = "") -> None:
         super().__init__()
+        self.mask = mask
         self.embed, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
         self.layers = nn.ModuleList(block() for _ in range(2))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
+        length = tokens.size(1)
+        masks = {"causal": torch.ones(length, length, dtype=torch.bool).tril(), "keys": torch.ones_like(tokens).bool()}
         for each in self.layers:
-            x = each(x)
+            x = each(x, masks[self.mask]) if self.mask else each(x)
         return self.head(x)  # type: ignore[no-any-return]
 
 
@@ -69,7 +103,9 @@ def model_of(kind: str, dropout: float = 0.0) -> nn.Module:
                 tie_word_embeddings=True,
             )
         )  # fmt: skip
-    return Stack({"convolved": Convolved, "own": Own}[kind])
+    if kind in ("causal", "keys"):
+        return Stack(Masked, kind)
+    return Stack({"convolved": Convolved, "hidden": Hidden, "dropped": Dropped, "own": Own}[kind])
 
 
 def trained(
@@ -94,6 +130,8 @@ def trained(
         )
         return lockstep.Mean((each * real.flatten()).sum(), real.sum())
 
+    if kind == "dropped":  # in evaluation there is no dropout to be seen
+        run.evaluate(lambda batch: {"loss": loss(run.module, batch)}, data, 8)
     for _ in range(2):
         for batch in run.batches(data, 8, accumulate=2):
             run.backward(loss(model, batch))

@@ -34,6 +34,7 @@ def alone(compile: Any = False, **how: Any) -> dict[str, Any]:
     ("processes", "mesh", "how"),
     [
         (2, {"data": 1, "context": 2}, {"kind": "llama", "padded": True}),
+        (2, {"data": 1, "context": 2}, {"kind": "causal"}),
         (4, {"data": 2, "context": 2}, {"kind": "gpt", "activation_checkpointing": "blocks"}),
         pytest.param(2, {"data": 1, "context": 2}, {"kind": "gpt", "compile": True}, marks=needs_compiler),
         pytest.param(
@@ -64,6 +65,9 @@ def test_parts_of_sequences_give_the_numbers_of_one_process(
     [
         ({"kind": "own"}, r"layers.0 \(Own\) does not call torch.nn.functional.scaled_dot_product_attention"),
         ({"kind": "convolved"}, r"layers.0 \(Convolved\) computes something else from parts of a sequence"),
+        ({"kind": "hidden"}, r"layers.0 \(Hidden\) computes something else from parts of a sequence"),
+        ({"kind": "dropped"}, r"layers.0 \(Dropped\) draws random numbers"),
+        ({"kind": "keys"}, r"layers.0 \(Masked\) cannot be computed on a part of a sequence"),
         pytest.param(
             {"length": 15},
             "sequences of 15 tokens cannot be divided among 2 ranks: pad them, or cut them to 14",

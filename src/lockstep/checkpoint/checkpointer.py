@@ -94,8 +94,13 @@ class Checkpointer:
                 return
         self._group.activity.enter("saving")
         self.equalize_buffers()
-        message = {"generators": generator_states(self._runtime), "attached": self.registered.digests()}
+        message = {
+            "generators": generator_states(self._runtime),
+            "attached": self.registered.digests(),
+            "moved": self._weights.moved(),
+        }
         states = self.compared(message, "generator states", step)
+        self._weights.note_moved(name for each in states for name in each["moved"])
         attached = self.registered.states([each["attached"] for each in states])
         if self._group.rank == 0 or self._strategy.gathers_state or self._by_owners:
             weights, models = self._weights.state()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol
 
 import safetensors.torch
@@ -45,6 +45,10 @@ class Weights(Protocol):
     def load(self, weights: Mapping[str, Any], state: Mapping[str, Any], source: str) -> None: ...
 
     def hyperparameters(self) -> dict[str, Any]: ...
+
+    def moved(self) -> list[str]: ...
+
+    def note_moved(self, names: Iterable[str]) -> None: ...
 
 
 class RegisteredState:

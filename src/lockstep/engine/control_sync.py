@@ -16,6 +16,7 @@ from lockstep.distributed.topology import ranks_text
 from lockstep.engine.stop_requests import StopRequests
 from lockstep.errors import RankMissing
 from lockstep.runtime.base import Runtime, generator_states, set_generator_states
+from lockstep.strategy.base import Strategy
 
 # A rank learns of a stop that another one was asked for within about this time (or one step, if that is longer).
 SYNC_SECONDS = 0.5
@@ -40,8 +41,10 @@ class ControlSync:
     time; it is computed from what was exchanged, so all ranks compute the same.
     """
 
-    def __init__(self, group: Group, requests: StopRequests, out_of_band: OutOfBandSync | None = None) -> None:
-        self._group, self._requests, self._out_of_band = group, requests, out_of_band
+    def __init__(
+        self, group: Group, requests: StopRequests, strategy: Strategy, out_of_band: OutOfBandSync | None = None
+    ) -> None:
+        self._group, self._requests, self._strategy, self._out_of_band = group, requests, strategy, out_of_band
         self._start = self._last_time = time.monotonic()
         self._last_step = 0
         self._next_step = 0
@@ -85,9 +88,11 @@ class ControlSync:
         message = {
             **self._take(),
             "clock": now - self._start,
+            "used": self._strategy.used,
             "step_seconds": (now - self._last_time) / max(step - self._last_step, 1),
         }
         messages = self._group.gather(message, f"the control sync at step {step}")
+        self._strategy.compare_used([each["used"] for each in messages])
         self.clock = float(messages[0]["clock"])
         slowest = max(float(each["step_seconds"]) for each in messages)
         self._every = steps_between_syncs(slowest, self._every)

@@ -31,9 +31,11 @@ class Average:
     def __init__(self, module: nn.Module, settings: Ema, runtime: Runtime) -> None:
         self.settings, self._runtime = settings, runtime
         self._parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        self._frozen = {name: each for name, each in module.named_parameters() if not each.requires_grad}
         self._weights: dict[str, Tensor] | None = None  # from the first step on
         self.updates = 0
         self.was_saved = False  # what was loaded had it
+        self.is_in_place = False  # whether the model has it for weights now
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -45,8 +47,15 @@ class Average:
         return self._weights
 
     def begin(self) -> None:
-        """Starts the average from the weights before the first step."""
+        """Starts the average from the weights before the first step; that of unfrozen ones before their first."""
+        self._follow([name for name, each in self._frozen.items() if each.requires_grad])
         _ = self.weights
+
+    def _follow(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._parameters[name] = parameter = self._frozen.pop(name)
+            if self._weights is not None:
+                self._weights[name] = _wide(parameter.detach().clone())
 
     def update(self, step: int) -> None:
         """Updates the average after a step."""
@@ -82,9 +91,11 @@ class Average:
             for parameter, average in zip(now, averages, strict=True):
                 parameter.copy_(average)
         self._runtime.end_of_program()
+        self.is_in_place = True
         try:
             yield
         finally:
+            self.is_in_place = False
             with torch.no_grad():
                 for parameter, before in zip(now, kept, strict=True):
                     parameter.copy_(before)
@@ -97,7 +108,9 @@ class Average:
         """Loads what state() gave. Without any, or of other parameters, the average starts from the weights, which
         are restored already."""
         self._weights, self.updates, self.was_saved = None, 0, False
-        if state is None or list(state["weights"]) != list(self._parameters):
+        if state is not None:
+            self._follow([name for name in state["weights"] if name in self._frozen])
+        if state is None or state["weights"].keys() != self._parameters.keys():
             logger.info("%s has no average of these weights: it starts from them", source)
             return
         found = read_like(state["weights"], self.weights)

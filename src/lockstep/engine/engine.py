@@ -77,8 +77,8 @@ class Engine:
         self.timeline = timeline
         self._phases = Phases(timeline) if timeline is not None else None
         self.out_of_band = OutOfBandSync(group, requests) if group.world_size > 1 else None
-        self.control_sync = ControlSync(group, requests, self.out_of_band)
         self.strategy = strategies.create(settings.strategy, runtime, group, settings.train.exact, settings.seed)
+        self.control_sync = ControlSync(group, requests, self.strategy, self.out_of_band)
         hook = settings.strategy.comm_hook
         if hook is not None and hook.type not in COMM_HOOKS:
             self.strategy.use_comm_hook(import_object(hook.type, "strategy.comm_hook"))
@@ -236,11 +236,11 @@ class Engine:
             feed.busy_since = time.perf_counter()
             return False
         number = feed.step_number
-        average = self.stepper.step(stepped, step, number, closure)
+        averages = self.stepper.step(stepped, step, number, closure)
         first = feed.count_step()
         step.pending = False
         self.guard.end(number, again=not first)
-        if average is not None:
+        for average in averages:
             average.update(number)
         self.activity.enter("the end", number)
         self.profiler.enter(None)
@@ -249,6 +249,8 @@ class Engine:
     def gradients(self, optimizer: Optimizer | None) -> dict[str, Tensor]:
         stepped, step = self.models.stepped_by(optimizer), self.feed.step
         if step is None or (step.counted and step.is_bare) or not step.completes_batch:
+            return {}
+        if self.strategy.leaves and step.trained < step.taken:  # the last leaf is still to be computed
             return {}
         return self.stepper.finished(stepped, step, self.feed.step_number)
 
@@ -359,6 +361,11 @@ class Engine:
     def save(self, value: float | None, metrics: Mapping[str, float] | None, explicit: bool) -> None:
         with self._noted("save"):
             self.models.require_any()
+            if any(each.is_in_place for each in self.models.averages):
+                raise ConfigError(
+                    "run.checkpoint: comes inside of run.averaged_weights, where the model has averages for weights: a "
+                    "resumed run would train on from them. Call it after the block"
+                )
             self._require_restore()
             progress = self.progress
             # A row that is due belongs to what was before the checkpoint, not to what is resumed.

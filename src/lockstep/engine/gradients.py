@@ -130,6 +130,15 @@ class GradientTracker:
         for each in self._passes:
             each.kept |= self._watched.keys() if optimizer is None else {id(optimizer)}
 
+    def require_known(self, parameters: Sequence[Tensor]) -> None:
+        """Refuses a step with gradients of which no backward pass is known."""
+        if not self._passes and any(each.grad is not None for each in parameters):
+            raise ConfigError(
+                "run.step: the parameters have gradients that run.backward has not computed: they are not weighed, "
+                "and not averaged over ranks. Replace loss.backward() by run.backward(loss). Gradients that the loop "
+                "makes by itself: call run.backward, then change what run.gradients(optimizer) returns"
+            )
+
     def counts_for(self, optimizer: Optimizer) -> list[Count]:
         """Returns what to divide the gradients of an optimizer by; nothing where they are those of means."""
         if all(each.count is None for each in self._passes):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from lockstep.engine.gradients import GradientTracker
 from lockstep.engine.weights import Frozen, refuse_other
 from lockstep.errors import ConfigError
 from lockstep.strategy.base import Strategy
+from lockstep.strategy.fingerprint import fingerprint
 from lockstep.strategy.optimizer_step import with_own_kernels
 from lockstep.strategy.slices import read_like
 
@@ -51,6 +52,9 @@ class Models:
         self.optimizers: dict[str, Optimizer] = {}
         self.gradients = GradientTracker(by_leaf=strategy.leaves is not None)
         self._known: set[int] = set()  # the parameters of all modules, by identity
+        # Of models whose frozen weights are left out: fingerprints of these, and which of them have changed since.
+        self._as_placed: dict[str, list[int]] = {}
+        self._moved: set[str] = set()
         # By optimizer: its model, its parameters, and in how many groups they were, all of them known.
         self._checked: dict[int, tuple[Entry, list[nn.Parameter], int]] = {}
 
@@ -60,6 +64,8 @@ class Models:
             self.optimizers[entry.name] = entry.optimizer
             self.gradients.watch(entry.name, entry.optimizer, self._strategy.drop_unreduced)
         self._known.update(id(each) for each in entry.module.parameters())
+        if entry.frozen is not None:
+            self._as_placed[entry.name] = self._fingerprint(entry)
 
     def free_name(self, name: str | None) -> str:
         """Returns the name for a model: as asked for, else `model`, `model2` and so on."""
@@ -69,6 +75,22 @@ class Models:
                 f"run.setup: there is a model named {chosen!r} already: give each another name (name=...)"
             )
         return chosen
+
+    def _fingerprint(self, entry: Entry) -> list[int]:
+        """Returns numbers that change with this rank's part of the frozen weights."""
+        frozen = entry.frozen.names if entry.frozen is not None else frozenset()
+        checked = self._strategy.parameters_to_check({entry.name: entry.module})
+        return fingerprint({name: each for name, each in checked.items() if name in frozen})
+
+    def moved(self) -> list[str]:
+        """Returns the models whose frozen weights are no longer what they were: a teacher that follows its student, a
+        layer that is trained by now. Checkpoints have them whole from then on."""
+        frozen = [each for each in self.entries.values() if each.frozen is not None and each.name not in self._moved]
+        return [each.name for each in frozen if self._fingerprint(each) != self._as_placed[each.name]]
+
+    def note_moved(self, names: Iterable[str]) -> None:
+        """Takes what any of the ranks found."""
+        self._moved.update(names)
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -101,9 +123,21 @@ class Models:
 
     def gradients_of(self, stepped: Stepped) -> dict[str, Tensor]:
         entry, _, parameters = stepped
+        names = self._parameter_names(entry.name)
+        return {names[id(each)]: each.grad for each in parameters if each.grad is not None}
+
+    def averages_of(self, stepped: Stepped) -> list[Average]:
+        """Returns the averages that a step moves: of its model, and of models that only this optimizer steps."""
+        entry, _, parameters = stepped
+        if len(self.entries) == 1:
+            return self.averages
         mine = set(map(id, parameters))
-        named = entry.module.named_parameters()
-        return {name: each.grad for name, each in named if id(each) in mine and each.grad is not None}
+        return [
+            each.average
+            for each in self.entries.values()
+            if each.average is not None
+            and (each is entry or (each.optimizer is None and any(id(one) in mine for one in each.module.parameters())))
+        ]
 
     def precision_of(self, name: str | None) -> str:
         """Returns the precision of a model, or of the first."""
@@ -155,7 +189,11 @@ class Models:
         """Returns the weights, and the rest of what a checkpoint holds of models."""
         self.require_any()
         states = {name: self._strategy.state_dict(each) for name, each in self.modules.items()}
-        frozen = {name: each.frozen for name, each in self.entries.items() if each.frozen is not None}
+        frozen = {
+            name: each.frozen
+            for name, each in self.entries.items()
+            if each.frozen is not None and name not in self._moved
+        }
         named = {
             self._saved_name(model, key): value
             for model, each in states.items()

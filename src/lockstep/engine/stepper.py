@@ -72,6 +72,7 @@ class Stepper:
         self._activity.enter("gradient reduction" if exchanges else "backward", number, waits=exchanges)
         self._be_patient_while_compiling()
         self._profiler.enter("backward")
+        self._strategy.before_backward()
         try:
             self._weighed(total, factor, number).backward()  # type: ignore[no-untyped-call]
             self._strategy.computed(complete)
@@ -87,15 +88,17 @@ class Stepper:
         self._activity.enter("the optimizer")
         self._profiler.enter(None)
 
-    def step(self, stepped: Stepped, step: Step, number: int, closure: Closure | None = None) -> Average | None:
-        """Steps an optimizer and clears its gradients. Returns the weight average to update, if there is one."""
+    def step(self, stepped: Stepped, step: Step, number: int, closure: Closure | None = None) -> list[Average]:
+        """Steps an optimizer and clears its gradients. Returns the weight averages to update."""
         entry, optimizer, parameters = stepped
         self._profiler.enter("optimizer")
+        if closure is None:
+            self._gradients.require_known(parameters)
         usable = self.finish(stepped, step, number)
         if usable:
             divisor = self._clip(entry, optimizer, parameters, number) if closure is None else None
-            if entry.average is not None:
-                entry.average.begin()
+            for average in self._models.averages_of(stepped):
+                average.begin()
             if closure is not None:
                 self._evaluate(entry, optimizer, parameters, closure, number)
             else:
@@ -105,7 +108,7 @@ class Stepper:
         self._gradients.stepped(optimizer, step)
         self._be_patient_while_compiling()
         self._strategy.stepped()
-        return entry.average if usable else None
+        return self._models.averages_of(stepped) if usable else []
 
     def _step(self, optimizer: Optimizer, divisor: Tensor | None, number: int) -> None:
         """Ranks may meet there: where each computes some of the matrices, for all."""
@@ -171,8 +174,7 @@ class Stepper:
             return
         try:
             with self._activity.within("gradient reduction", waits=self._group.world_size > 1):
-                self._strategy.reduce_gradients(parameters)
-                if counts:
+                if self._strategy.reduce_gradients(parameters, len(counts)):
                     self._strategy.divide_gradients(parameters, counts)
         except RuntimeError as error:
             raise self._group.explain(error, f"the gradients of step {number}") from error

@@ -119,13 +119,26 @@ class Strategy(abc.ABC):
     def begin_micro_batch(self, step: int, source: str, micro: MicroBatch, begins_step: bool) -> None:  # noqa: B027
         """The loop is about to compute a micro-batch."""
 
+    def before_backward(self) -> None:  # noqa: B027
+        """A backward pass begins."""
+
     def computed(self, last: bool) -> None:
         """The gradients of a micro-batch are computed; with `last`, those of the whole batch."""
         if not last:  # what follows is a program of its own, the same for every micro-batch
             self.runtime.end_of_program()
 
-    def reduce_gradients(self, parameters: Parameters) -> None:  # noqa: B027
-        """Reduces gradients over ranks, where the backward pass has not done so."""
+    @property
+    def used(self) -> int:
+        """A digest of which parameters got gradients since ranks compared it, where they have to be the same ones."""
+        return 0
+
+    def compare_used(self, digests: Sequence[int]) -> None:  # noqa: B027
+        """Takes the digests of all ranks, and refuses ranks that have used different parameters."""
+
+    def reduce_gradients(self, parameters: Parameters, counts: int = 0) -> int:
+        """Reduces gradients over ranks, where the backward pass has not done so. Of losses that were given as sums,
+        this rank has so many counts; returns how many the rank with the most of them has."""
+        return counts
 
     def divide_gradients(self, parameters: Parameters, counts: Sequence[Tensor | float]) -> None:
         """Turns gradients of a sum into those of the mean over all that was counted, on all ranks."""

@@ -26,6 +26,7 @@ from lockstep.distributed.activity import Activity
 from lockstep.errors import ConfigError
 from lockstep.runtime.moving import map_tensors
 from lockstep.strategy.blocks import Forward, wrap_forward
+from lockstep.strategy.slices import local_part
 
 _AXIS = "strategy.mesh: context"
 # How far the outputs of the first block may be apart, relative to the largest: rounding.
@@ -60,7 +61,8 @@ class Context:
         self.number = next(_numbers)
         CONTEXTS[self.number] = self
         self.length = 0  # of a whole sequence
-        self.was_tried = self.attends = False
+        self.tried: set[bool] = set()  # in training, in evaluation: dropout shows in training alone
+        self.attends = False
 
     def name_of(self, module: nn.Module) -> str:
         return self._names[id(module)]
@@ -192,7 +194,7 @@ class _Attention(TorchFunctionMode):
             attn_mask = context.causal_mask(length, end, query.device)
         elif attn_mask is not None and attn_mask.size(-2) == context.length:
             attn_mask = context.part_of(attn_mask, -2)
-        elif attn_mask is not None and attn_mask.size(-2) != 1:
+        elif attn_mask is not None and attn_mask.size(-2) not in (1, length):  # the latter if it is cut already
             raise ConfigError(
                 f"{_AXIS}: an attention mask of shape {list(attn_mask.shape)} does not fit sequences of "
                 f"{context.length} tokens: it needs that many rows, or one"
@@ -206,8 +208,8 @@ def _split(context: Context, forward: Forward) -> Forward:
         named = {name: None if name.startswith("past_key_value") else each for name, each in named.items()}
         if context.is_first(module):
             context.begin(hidden)
-            if not context.was_tried and not isinstance(hidden, FakeTensor):
-                context.was_tried = True
+            if module.training not in context.tried and not isinstance(hidden, FakeTensor):
+                context.tried.add(module.training)
                 _try(context, forward, module, hidden, inputs, named)
             hidden = _Part.apply(hidden, context)  # type: ignore[no-untyped-call]
         output = _on_part(context, forward, module, hidden, inputs, named)
@@ -226,6 +228,8 @@ def _on_part(
         )
 
     def part(each: Tensor) -> Tensor:  # positions, their sines and cosines, a mask of tokens: what has a row for each
+        if each.dim() == 2 and each.size(0) == each.size(1) and (each.dtype == torch.bool or each.is_floating_point()):
+            return each  # a mask, whose rows are cut where attention gets it
         return context.part_of(each, 1) if 1 < each.dim() < 4 and each.size(1) == context.length else each
 
     with _Attention(context) as attention:
@@ -258,19 +262,31 @@ def _try(
     def random_states() -> list[list[int]]:
         return [torch.get_rng_state().tolist(), *(torch.cuda.get_rng_state(each).tolist() for each in gpu)]
 
+    def computed_on_part() -> Any:
+        try:
+            return _on_part(context, forward, module, context.part_of(hidden, 1), inputs, named)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, AssertionError, ValueError, IndexError) as error:
+            raise ConfigError(
+                f"{_AXIS}: {context.name_of(module)} cannot be computed on a part of a sequence: {_first(error)}. "
+                "What it is given for each position needs shape [batch, positions, ...], which is cut; a mask of "
+                "keys shape [batch, 1, 1, positions], which is not"
+            ) from error
+
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         if module.training:
             with torch.random.fork_rng(gpu):
                 before = random_states()
-                _on_part(context, forward, module, context.part_of(hidden, 1), inputs, named)
+                computed_on_part()
                 drew = random_states() != before
             if drew or any(isinstance(each, nn.Dropout) and each.p and each.training for each in module.modules()):
                 raise ConfigError(
                     f"{_AXIS}: {context.name_of(module)} draws random numbers (dropout), of which each rank would have "
                     "the same for its part of the sequence: set dropout to 0, or remove the axis"
                 )
-        with _in_evaluation(module):
-            part = _on_part(context, forward, module, context.part_of(hidden, 1), inputs, named)
+        with _in_evaluation(module), _nothing_hidden(module):
+            part = computed_on_part()
             joined = context.gather(part[0] if isinstance(part, tuple) else part, 1)
             whole = forward(module, hidden, *inputs, **named)
             whole = whole[0] if isinstance(whole, tuple) else whole
@@ -281,6 +297,25 @@ def _try(
             f"(by {apart:.1e} of the largest value): besides attention, each position must be computed by itself. A "
             "convolution over positions, or positions counted within the block, cannot be split"
         )
+
+
+@contextlib.contextmanager
+def _nothing_hidden(module: nn.Module) -> Iterator[None]:
+    """Where a layer begins with zeros, what comes before it would not show: within, it has other weights."""
+    zeros = [part for each in module.parameters() if (part := local_part(each)).numel() and not part.any()]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for each in zeros:
+            each.copy_(torch.randn(each.shape, dtype=torch.float32) * 0.1)
+    try:
+        yield
+    finally:
+        for each in zeros:
+            each.zero_()
+
+
+def _first(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 @contextlib.contextmanager

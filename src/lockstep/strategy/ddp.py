@@ -48,6 +48,7 @@ class Replica(DistributedDataParallel):
     passes = 0  # backward passes since an optimizer stepped
     _awaited = False  # whether torch averages what the next backward pass computes
     _reached = False  # whether a backward pass has come to the first parameter, the last to get its gradient
+    _before: list[tuple[Tensor | None, int]] | None = None  # gradients before a pass that torch does not average
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         # A model that is frozen for a while (the discriminator, while the generator learns) has nothing to exchange.
@@ -88,11 +89,20 @@ class Replica(DistributedDataParallel):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._reach)
 
+    def before_backward(self) -> None:
+        self._before = None if self._awaited else _versions(self.module)
+
     def computed(self, last: bool) -> None:
         """Averages what torch does not: of several backward passes after a forward pass, it averages the first.
 
         All gradients are averaged again. That changes nothing in what was averaged before.
         """
+        if self._before is not None and not self._reached:  # it may have reached a part of the model alone
+            now = _versions(self.module)
+            self._reached = any(
+                grad is not before or version != version_before
+                for (grad, version), (before, version_before) in zip(now, self._before, strict=True)
+            )
         if self._reached and last and not self._awaited:
             for gradient in gradients_of(list(self.module.parameters())):
                 dist.all_reduce(gradient)
@@ -148,6 +158,7 @@ class DdpStrategy(Strategy):
         self.has_replicas, self._replicas_averaged = True, world_size
         self._settings = settings
         self._replicas: list[Replica] = []
+        self._frozen: list[nn.Parameter] = []  # when they were placed
         self._user_hook: Hook | None = None
 
     def use_comm_hook(self, hook: Any) -> None:
@@ -161,6 +172,7 @@ class DdpStrategy(Strategy):
 
     def place(self, model: nn.Module) -> nn.Module:
         model = model.to(self.runtime.device)  # first, since DDP looks at where the parameters are
+        self._frozen += [each for each in model.parameters() if not each.requires_grad]
         if not any(each.requires_grad for each in model.parameters()):  # nothing to exchange, and DDP refuses it
             with torch.no_grad():
                 self.runtime.broadcast([*model.parameters(), *model.buffers()])
@@ -216,10 +228,16 @@ class DdpStrategy(Strategy):
             # What DDP's own no_sync() sets; a context manager cannot span the caller's forward and backward.
             replica.require_backward_grad_sync = wanted
 
+    def before_backward(self) -> None:
+        for replica in self._replicas:
+            replica.before_backward()
+
     def computed(self, last: bool) -> None:
         super().computed(last)
         for replica in self._replicas:
             replica.computed(last)
+        if last:
+            _average_unfrozen(self._frozen)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         if closure is None and meets(optimizer):
@@ -241,6 +259,27 @@ class DdpStrategy(Strategy):
         for module in modules.values():
             for buffer in module.buffers():
                 dist.broadcast(buffer, src=0)
+
+
+def _versions(module: nn.Module) -> list[tuple[Tensor | None, int]]:
+    """Returns the gradients, and what changes with every write to one."""
+    gradients = [each.grad for each in module.parameters()]
+    return [(each, 0 if each is None else each._version) for each in gradients]
+
+
+def _average_unfrozen(parameters: Sequence[nn.Parameter]) -> None:
+    """Averages gradients of parameters that were frozen when torch's wrapper was made, and are trained now."""
+    unfrozen = [each for each in parameters if each.requires_grad]
+    if not unfrozen:
+        return
+    reached = torch.tensor([each.grad is not None for each in unfrozen], dtype=torch.int32, device=unfrozen[0].device)
+    dist.all_reduce(reached)
+    for parameter, ranks in zip(unfrozen, reached.tolist(), strict=True):
+        if ranks and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
 
 
 def _comm_hook(settings: CommHook) -> Hook:

@@ -57,6 +57,7 @@ class ExactStrategy(Strategy):
         self._batch = self._leaf = self._piece = self._step = 0
         self._weight = 0.0  # of the current leaf
         self._computed = False  # whether the current leaf has gradients
+        self._most_counts = 0  # of losses that were given as sums: how many the rank with the most has
         self._is_reduced = True  # whether an optimizer has stepped for the batch: all ranks know it alike
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -156,20 +157,24 @@ class ExactStrategy(Strategy):
             else:
                 self._kept[parameter] = gradient
 
-    def reduce_gradients(self, parameters: Parameters) -> None:
+    def reduce_gradients(self, parameters: Parameters, counts: int = 0) -> int:
         """Gives parameters the gradients of the whole batch. The first optimizer that steps ends the last leaf."""
         if self._source is None:
             raise ConfigError(
                 f"train.exact: {self.leaves} divides the batches of run.batches into leaves, and this loop brings its "
                 "own data: use run.batches with a dataset, or leave train.exact out"
             )
+        self._most_counts = counts
         if not self._is_reduced:
             self._is_reduced = True
             self._root = self._reduced()
             self._buffers.finish(self._continued)
             seed_generators(self.runtime, self._seed, self._step, _AFTER_LEAVES)
+        elif self.world_size > 1:
+            (self._most_counts,) = self._most([counts])
         for parameter in parameters:
             parameter.grad = self._root.pop(parameter, None)
+        return self._most_counts
 
     def drop_unreduced(self, optimizer: Optimizer, abandoned: bool) -> None:
         """In the midst of a batch, zero_grad is for the current leaf alone: loops call it for every micro-batch."""
@@ -197,13 +202,18 @@ class ExactStrategy(Strategy):
     def total_count(self, counts: Sequence[Tensor | float]) -> Tensor:
         """Adds the counts of all leaves: integers, as a rule, which are exact in any order; others in leaf order."""
         device, dtype = self.runtime.device, self.runtime.count_dtype
-        mine = torch.stack([torch.as_tensor(each, dtype=dtype, device=device).detach().reshape(()) for each in counts])
+        found = [torch.as_tensor(each, dtype=dtype, device=device).detach().reshape(()) for each in counts]
         if self.world_size == 1:
-            return mine.sum()
+            return torch.stack(found).sum()
+        # A leaf may have none (no tokens, no loss): each rank sends how many it has, and as many as any rank has.
+        mine = torch.zeros(1 + self._most_counts, dtype=dtype, device=device)
+        mine[0] = len(found)
+        if found:
+            mine[1 : 1 + len(found)] = torch.stack(found)
         here = mine.to(device_between(device))
         of_all = [torch.empty_like(here) for _ in range(self.world_size)]
         dist.all_gather(of_all, here)
-        return torch.cat(of_all).to(device).sum()
+        return torch.cat([each[1 : 1 + int(each[0])] for each in of_all]).to(device).sum()
 
     def _fill(self, keys: Sequence[Any], views: Node) -> None:
         """Writes this rank's sums, as they are with the gradients that are there now."""
@@ -223,7 +233,7 @@ class ExactStrategy(Strategy):
         found, stale = exchange.finish()
         here = {each for each in all_parameters if each.grad is not None or self._tree.has(each) or each in self._kept}
         flags = [each in here for each in all_parameters] + [number in stale for number in range(exchange.count)]
-        anywhere = self._anywhere(flags)
+        *anywhere, self._most_counts = self._most([*flags, self._most_counts])
         present = [each for each, there in zip(all_parameters, anywhere, strict=False) if there]
         again = [number for number, is_stale in enumerate(anywhere[len(all_parameters) :]) if is_stale]
         for key in [*exchange.keys(again), *set(found).difference(present)]:
@@ -239,7 +249,7 @@ class ExactStrategy(Strategy):
         """Continues the tree of buffers over ranks. Returns the sum of what any of them has."""
         if self.world_size == 1:
             return node
-        there = self._anywhere([key in node for key in like])
+        there = self._most([key in node for key in like])
         return self._exchanged(node, [key for key, present in zip(like, there, strict=True) if present], like)
 
     def _exchanged(self, node: Node, keys: Sequence[Any], like: Mapping[Hashable, Tensor] | None = None) -> Node:
@@ -253,11 +263,11 @@ class ExactStrategy(Strategy):
             found.update(views)
         return found
 
-    def _anywhere(self, present: list[bool]) -> list[bool]:
-        """Returns for each of these whether any rank has it."""
-        has = torch.tensor(present, dtype=torch.uint8, device=device_between(self.runtime.device))
+    def _most(self, present: Sequence[int]) -> list[int]:
+        """Returns for each of these the most that any rank has: whether any has it."""
+        has = torch.tensor(present, dtype=torch.int32, device=device_between(self.runtime.device))
         dist.all_reduce(has, dist.ReduceOp.MAX)
-        return list(map(bool, has.tolist()))
+        return list(map(int, has.tolist()))
 
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -57,7 +57,9 @@ def check_replicas(
     checked = strategy.parameters_to_check(modules)
     mine = fingerprint(checked) if strategy.has_replicas else []
     holders = list((strategy.holders(modules) or {}).values())
-    messages = group.gather({**message, "fingerprint": digests(mine, holders), "bad": non_finite(checked)}, name)
+    about = {"fingerprint": digests(mine, holders), "bad": non_finite(checked), "used": strategy.used}
+    messages = group.gather({**message, **about}, name)
+    strategy.compare_used([each["used"] for each in messages])
     bad = {rank: each["bad"] for rank, each in enumerate(messages) if each["bad"]}
     if bad:
         ranks = "all ranks" if len(bad) == len(messages) else ranks_text(list(bad))

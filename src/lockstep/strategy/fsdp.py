@@ -1,11 +1,12 @@
-"""What fully_shard lacks: a second backward pass, methods beside forward, and the name of the block that a rank is
-in."""
+"""What fully_shard lacks: a second backward pass, methods beside forward, ranks that use different parameters, and the
+name of the block that a rank is in."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -13,9 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
+from lockstep.distributed.group import Group
+from lockstep.errors import ConfigError
 from lockstep.runtime.moving import map_tensors
 
 _MODEL = "the model"
+_SHOWN = 6  # so many names in a message
 _FILES = ("_fsdp_state.py", "_fsdp_param_group.py")
 _GATHER = {"_pre_forward", "_pre_backward", "pre_forward", "pre_backward", "unshard", "wait_for_unshard"}
 _REDUCE = {"post_backward", "finalize_backward", "_root_post_backward_final_callback"}
@@ -94,6 +98,37 @@ class _Method:
             return self._together(*inputs, **named)
         finally:
             self._depth[0] -= 1
+
+
+class UsedParameters:
+    """Finds ranks whose gradients are not of the same parameters. Torch gathers and reduces what comes next on each
+    rank: of two layers of one shape, one gets the gradients of the other, and nothing shows."""
+
+    def __init__(self) -> None:
+        self.digest = 0
+        self._patterns: dict[bytes, None] = {}  # which parameters had gradients, since the last comparison
+
+    def note(self, parameters: Iterable[nn.Parameter]) -> None:
+        pattern = bytes(each.grad is not None for each in parameters)
+        self.digest = zlib.crc32(pattern, self.digest)
+        self._patterns[pattern] = None
+
+    def compare(self, digests: Sequence[int], names: Sequence[str], group: Group) -> None:
+        """All ranks call it after the same step, with the digests of all."""
+        mine = [each.hex() for each in self._patterns]
+        self.digest = 0
+        self._patterns.clear()
+        if len(set(digests)) == 1:
+            return
+        everywhere = group.gather(mine, "which parameters got gradients")
+        patterns = [bytes.fromhex(each) for of_rank in everywhere for each in of_rank]
+        differ = [name for name, flags in zip(names, zip(*patterns, strict=True), strict=True) if len(set(flags)) > 1]
+        raise ConfigError(
+            f"strategy: ranks have not used the same parameters in a step: {', '.join(differ[:_SHOWN])} got gradients "
+            "on some ranks and not on others, and torch's fully_shard has mixed them up with those of other "
+            "parameters. Nothing was saved from these weights. Call every layer on every rank, with no rows where it "
+            "has none, or use strategy: ddp with find_unused_parameters: true"
+        )
 
 
 class BlockTracker:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.config.strategy import BATCH_AXES, CONTEXT_AXIS, DATA_AXIS, REPLICA_AXIS, ShardRule
@@ -42,7 +43,7 @@ from lockstep.strategy import mesh as meshing
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.blocks import find_blocks, without_views
 from lockstep.strategy.collectives import synchronise
-from lockstep.strategy.fsdp import BlockTracker, SecondBackward, let_methods_compute, param_groups
+from lockstep.strategy.fsdp import BlockTracker, SecondBackward, UsedParameters, let_methods_compute, param_groups
 from lockstep.strategy.parameters import (
     Modules,
     Parameters,
@@ -99,6 +100,7 @@ class ShardedStrategy(Strategy):
         self._init_weights: Initialise | None = None
         self._parallelize: Parallelize | None = None
         self._tracker = BlockTracker()
+        self._used = UsedParameters()
         group.activity.locate = self._tracker.locate
 
     # Where things are
@@ -303,7 +305,17 @@ class ShardedStrategy(Strategy):
         for each in self._second:
             each.computed()
         if last:
+            self._used.note([now for _, now in self._replaced])
             self._average_scalars()
+
+    @property
+    def used(self) -> int:
+        return self._used.digest
+
+    def compare_used(self, digests: Sequence[int]) -> None:
+        models = cast(list[nn.Module], self._models)
+        names = {id(each): name for model in models for name, each in model.named_parameters()}
+        self._used.compare(digests, [names.get(id(now), "") for _, now in self._replaced], self._group)
 
     def _average_scalars(self) -> None:
         """Averages gradients of parameters that are not split, which torch does not reduce. Only those that a backward
@@ -418,8 +430,12 @@ def _first(error: Exception) -> str:
 
 def _reshard_without_backward(module: nn.Module, inputs: Any, output: Any) -> None:
     """Frees what torch keeps gathered until a backward pass, where none comes."""
-    if not torch.is_grad_enabled() and isinstance(module, FSDPModule):
-        module.reshard()
+    if isinstance(module, FSDPModule):
+        learns = torch.is_grad_enabled() and any(
+            isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(output)
+        )
+        if not learns:
+            module.reshard()
 
 
 def _refuse_sparse(model: nn.Module) -> None:

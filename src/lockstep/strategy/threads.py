@@ -116,13 +116,14 @@ class ThreadsStrategy(Strategy):
     def all_gather(self, tensor: Tensor) -> Tensor:
         raise cannot_gather(self.name)
 
-    def reduce_gradients(self, parameters: Parameters) -> None:
+    def reduce_gradients(self, parameters: Parameters, counts: int = 0) -> int:
         self._wait_for_all()
         wanted = {id(each) for each in parameters}
         for replicas in self._placed:
             positions = [index for index, each in enumerate(replicas[0].parameters()) if id(each) in wanted]
             if positions:
                 self._reduce(replicas, positions)
+        return counts
 
     def _reduce(self, replicas: list[nn.Module], positions: list[int]) -> None:
         """Adds up the gradients of some parameters over all replicas, into the first; the others' are cleared."""

@@ -56,12 +56,15 @@ def step(optimizer: Optimizer) -> None:
         )
     if not todo:
         return
-    matrices = plan_of(optimizer, todo, todo[0].dtype)
-    gradients = matrices.gather({number: local_part(each.grad) for number, each in enumerate(todo)})
-    weights = matrices.gather({number: local_part(each) for number, each in enumerate(todo)})
+    # Of all parameters, so that each stays with the rank that has its state, whichever have gradients in a step.
+    everything = [each for parameters in groups for each in parameters]
+    numbered = {number: each for number, each in enumerate(everything) if each.grad is not None}
+    matrices = plan_of(optimizer, everything, todo[0].dtype)
+    gradients = matrices.gather({number: local_part(each.grad) for number, each in numbered.items()})
+    weights = matrices.gather({number: local_part(each) for number, each in numbered.items()})
     mine: dict[Tensor, nn.Parameter] = {}
     for number, whole in weights.items():
-        mine[todo[number]] = parameter = nn.Parameter(whole)
+        mine[numbered[number]] = parameter = nn.Parameter(whole)
         parameter.grad = gradients[number]
     state = optimizer.state
     optimizer.state = defaultdict(dict, {whole: state[each] for each, whole in mine.items() if each in state})
@@ -78,9 +81,9 @@ def step(optimizer: Optimizer) -> None:
         state.pop(each, None)  # what another rank has of it was restored here, too
         if each in mine and mine[each] in learned:
             state[each] = learned[mine[each]]
-    wholes = {number: mine[todo[number]].detach() for number in weights}
-    for number, part in matrices.scatter(wholes, range(len(todo))).items():
-        local_part(todo[number]).copy_(part)
+    wholes = {number: mine[numbered[number]].detach() for number in weights}
+    for number, part in matrices.scatter(wholes, list(numbered)).items():
+        local_part(numbered[number]).copy_(part)
 
 
 def shared_parameters(optimizer: Optimizer) -> set[int]:
@@ -167,7 +170,7 @@ class Matrices:
         return sorted(range(len(self._shapes)), key=lambda number: (-self._cost(number), number))
 
     def _cost(self, number: int) -> float:
-        return float(math.prod(self._shapes[number]) * min(self._shapes[number]))
+        return float(math.prod(self._shapes[number]) * min(self._shapes[number], default=1))
 
     def _cut(self) -> Iterator[list[int]]:
         """Yields the numbers of the matrices that are exchanged at once, so that memory stays small."""

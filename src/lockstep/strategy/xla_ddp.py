@@ -68,13 +68,13 @@ class XlaDdpStrategy(Strategy):
     def all_gather(self, tensor: Tensor) -> Tensor:
         raise cannot_gather(self.name)
 
-    def reduce_gradients(self, parameters: Parameters) -> None:
+    def reduce_gradients(self, parameters: Parameters, counts: int = 0) -> int:
         gradients = gradients_of(parameters)
         if self._xla.spans_processes:
             import torch_xla.core.xla_model as xm
 
             xm.all_reduce(xm.REDUCE_SUM, gradients, scale=1.0 / self.world_size)
-            return
+            return counts
         buckets = in_buckets(gradients, self._bucket_bytes)
         # Joined on the device, so that one program computes all of it and a few long copies bring it here.
         joined = [torch.cat([each.reshape(-1) for each in bucket]) for bucket in buckets]
@@ -85,6 +85,7 @@ class XlaDdpStrategy(Strategy):
             back = (summed / self.world_size).to(self.runtime.device)
             for gradient, part in zip(bucket, torch.split(back, [each.numel() for each in bucket]), strict=True):
                 gradient.copy_(part.view_as(gradient))
+        return counts
 
     def equalize_buffers(self, modules: Modules) -> None:
         self.runtime.broadcast([buffer for module in modules.values() for buffer in module.buffers()])

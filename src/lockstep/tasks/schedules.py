@@ -245,6 +245,7 @@ class Scheduling(Callback):
 
     def __init__(self, schedules: Sequence[Schedule], validation: Validation) -> None:
         self._validation = validation
+        self._waits = False  # has said that there is nothing to step by yet
         by_tokens = [each.scheduler for each in schedules if getattr(each.scheduler, "by_tokens", False)]
         self._by_tokens: list[NamedSchedule] = by_tokens
         self._schedules = [(each.scheduler, Due(each.interval), _monitored(each)) for each in schedules
@@ -266,8 +267,12 @@ class Scheduling(Callback):
                 continue
             if monitor is None:
                 scheduler.step()
-            else:
+            elif self._validation.history:
                 scheduler.step(metric_value(self._validation.latest, monitor, "scheduler.monitor"))
+            elif not self._waits:
+                self._waits = True
+                logger.warning("scheduler: %s comes with the first validation (validation.every); until then the "
+                               "scheduler is not stepped", monitor)  # fmt: skip
         return None
 
 
