@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from programs import Program, Source, build_models, build_source, computed, is_walked
+from programs import Program, Source, build_models, build_source, computed, freeze, is_walked
 from torch import Tensor, nn
 
 from lockstep.data.order import Sequential, Shuffled
@@ -50,6 +50,7 @@ class Trainer:
 
     def train(self) -> None:
         for epoch in range(self._program.epochs):
+            freeze(self._program, self.models, epoch)
             for number, walk in enumerate(self._program.walks):
                 if is_walked(walk, epoch):
                     self._walk(number)
@@ -92,7 +93,7 @@ class Trainer:
 
     def _train_on(self, number: int, batches: list[Tensor]) -> bool | None:
         """Whether any optimizer stepped; None where the loop is left."""
-        stepped = False
+        stepped, late = False, dict[int, None]()
         for place, loss in enumerate(self._program.walks[number].losses):
             before = self._counts.get((number, place), 0)
             if before % loss.every == 0:
@@ -107,10 +108,15 @@ class Trainer:
                 return None
             self._counts[number, place] = before + 1
             if (before + 1) % loss.every == 0:
+                if self._program.walks[number].steps_last:
+                    late |= dict.fromkeys(loss.steps)
+                    continue
                 for each in loss.steps:
                     self._step(each)
                 stepped = True
-        return stepped
+        for each in late:
+            self._step(each)
+        return stepped or bool(late)
 
     def _step(self, number: int) -> None:
         parameters = list(self.models[number].parameters())

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from plain import DECAY
-from programs import Program, Walk, build_models, build_source, computed, is_walked
+from programs import Program, Walk, build_models, build_source, computed, freeze, is_walked
 from torch.utils.data import DataLoader
 
 import lockstep
@@ -46,6 +46,7 @@ class Loop:
         self._run, self._program, self._until, self._requests = run, program, until, requests
         self.modules, self._optimizers = build_models(program)
         self._models = []
+        freeze(program, self.modules, 0)
         for number, (model, optimizer) in enumerate(zip(self.modules, self._optimizers, strict=True)):
             ema = {"decay": DECAY, "warmup": False} if program.ema else None
             run.setup(model, optimizer, name=f"model{number}", clip_norm=program.clip, ema=ema)
@@ -66,6 +67,7 @@ class Loop:
     def train(self) -> None:
         self._run.restore()
         for epoch in self._run.epochs(self._program.epochs):
+            freeze(self._program, self.modules, epoch)
             for number, walk in enumerate(self._program.walks):
                 if is_walked(walk, epoch):
                     self._walk(number, walk)
@@ -113,7 +115,7 @@ class Loop:
                 raise Left
 
     def _train_on(self, number: int, walk: Walk, batches: list[Any], begins: bool, done: bool) -> bool | None:
-        stepped = False
+        stepped, late = False, dict[int, None]()
         for place, loss in enumerate(walk.losses):
             key = f"{number}.{place}"
             before = self._counts.get(key, 0)
@@ -128,8 +130,13 @@ class Loop:
             if done:
                 self._counts[key] = before + 1
             if (before + 1) % loss.every == 0:
-                for each in loss.steps:
-                    stepped = self._run.step(self._optimizers[each]) or stepped
+                late |= dict.fromkeys(loss.steps)
+                if not walk.steps_last:
+                    for each in loss.steps:
+                        stepped = self._run.step(self._optimizers[each]) or stepped
+        if walk.steps_last:
+            for each in late:
+                stepped = self._run.step(self._optimizers[each]) or stepped
         return stepped
 
 
@@ -151,6 +158,14 @@ def _whole(tensor: torch.Tensor) -> list[Any]:
     value = tensor.detach()
     found: list[Any] = getattr(value, "full_tensor", lambda: value)().tolist()
     return found
+
+
+def _averages(entry: Any) -> list[Any] | None:
+    """The averages of a model in the order of its parameters; where it has none, the weight was not trained yet."""
+    if entry.average is None:
+        return None
+    averages = entry.average.weights
+    return [_whole(averages.get(name, each)) for name, each in entry.module.named_parameters()]
 
 
 def perform(ranks: Run, job: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,8 +196,7 @@ def perform(ranks: Run, job: Mapping[str, Any]) -> dict[str, Any]:
         "seen": [[each[0][0], sorted((one for of_rank in each for one in of_rank[1]), key=lambda one: one[0])]
                  for each in zip(*seen, strict=True)],
         "weights": [[_whole(each) for each in module.parameters()] for module in loop.modules],
-        "averages": [[_whole(each) for each in entry.average.weights.values()] if entry.average is not None else None
-                     for entry in run._engine.models.entries.values()],
+        "averages": [_averages(entry) for entry in run._engine.models.entries.values()],
     }  # fmt: skip
     return found
 

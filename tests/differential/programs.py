@@ -46,6 +46,7 @@ class Walk:
     leave: int  # 0, or: break after a step whose number this divides
     accumulate: int
     losses: tuple[Loss, ...]
+    steps_last: bool = False  # whether optimizers step after all losses, or each after its own
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Program:
     epochs: int
     quit_at: int  # before the step that would follow this one, a loop is left once
     zero_grad: bool  # whether the loop keeps the zero_grad() of the plain one
+    frozen: str = "never"  # the epochs in which the weight of the first model is not trained: first or later
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -67,7 +69,7 @@ class Program:
         walks = tuple(
             Walk(tuple(each["sources"]), each["epochs"], each["leave"], each["accumulate"],
                  tuple(Loss(tuple(loss["models"]), loss["detach"], loss["mean"], tuple(loss["steps"]), loss["every"])
-                       for loss in each["losses"]))
+                       for loss in each["losses"]), each["steps_last"])
             for each in data["walks"]
         )  # fmt: skip
         sources = tuple(Source(**each) for each in data["sources"])
@@ -140,7 +142,16 @@ def computed(loss: Loss, models: Sequence[nn.Module], batches: Sequence[Tensor])
 
 
 def is_walked(walk: Walk, epoch: int) -> bool:
-    return {"all": True, "first": epoch == 0, "later": epoch > 0}[walk.epochs]
+    return is_among(walk.epochs, epoch)
+
+
+def is_among(epochs: str, epoch: int) -> bool:
+    return {"all": True, "first": epoch == 0, "later": epoch > 0, "never": False}[epochs]
+
+
+def freeze(program: Program, models: Sequence[nn.Module], epoch: int) -> None:
+    if program.frozen != "never":
+        models[0].get_parameter("0.weight").requires_grad_(not is_among(program.frozen, epoch))
 
 
 # How they are drawn
@@ -165,7 +176,7 @@ def programs(draw: st.DrawFn) -> Program:
         optimizers=tuple(draw(st.sampled_from(["sgd", "momentum", "adamw"])) for _ in range(models)),
         clip=draw(st.sampled_from([None, None, 0.05])), ema=draw(st.booleans()), sources=sources, walks=walks,
         epochs=draw(st.integers(1, 3)), quit_at=draw(st.sampled_from([-1, -1, 0, 1, 3])),
-        zero_grad=zero_grad,
+        zero_grad=zero_grad, frozen=draw(st.sampled_from(["never", "never", "first", "later"])),
     )  # fmt: skip
 
 
@@ -191,6 +202,7 @@ def _walk(draw: st.DrawFn, models: int, sources: int, zero_grad: bool) -> Walk:
         leave=draw(st.sampled_from([0, 0, 0, 2, 3])),
         accumulate=draw(st.sampled_from([1, 1, 1, 2, 3])) if len(chosen) == 1 and apart else 1,
         losses=tuple(losses),
+        steps_last=draw(st.booleans()),
     )
 
 

@@ -171,6 +171,25 @@ GAN = (Loss((0, 1), True, True, (1,), 1), Loss((0, 1), False, True, (0,), 1))
     replace(SIMPLE, optimizers=("sgd", "sgd"), walks=(Walk((0,), "all", 0, 1, GAN),), zero_grad=False),
     (Way(1, "auto"),),
 )
+# Under fsdp, a forward pass without a backward pass left what it had gathered in place of the parameters: the
+# next step was not seen, and what was frozen or unfrozen then did not last.
+@example(
+    replace(
+        SIMPLE,
+        optimizers=("sgd", "sgd"),
+        walks=(Walk((0,), "all", 0, 1, (ONE, Loss((0, 1), True, True, (1,), 1)), True),),
+    ),
+    (Way(2, "fsdp"),),
+)
+@example(
+    replace(
+        SIMPLE,
+        optimizers=("sgd", "sgd"),
+        walks=(Walk((0,), "all", 0, 1, (ONE,)), Walk((0,), "all", 0, 1, (Loss((0, 1), True, True, (1,), 1),))),
+        frozen="first",
+    ),
+    (Way(1, "fsdp"),),
+)
 def test_a_loop_computes_what_plain_torch_computes(
     pools: dict[int, Pool], folder: Path, part: int, program: Program, chain: tuple[Way, ...]
 ) -> None:

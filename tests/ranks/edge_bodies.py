@@ -169,3 +169,34 @@ def towers(run: lockstep.Run) -> dict[str, list[float]]:
         run.backward((model(batch, run.progress.step % 3) - 1).square().mean())
         run.step(optimizer)
     return weights(run)
+
+
+def hook(run: lockstep.Run, late: bool) -> None:
+    """A hook that clips: it sees the gradient of a part of the batch, or nothing."""
+    net = nn.Linear(4, 1).double()
+    if not late:
+        net.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    model, optimizer = run.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    if late:
+        model.get_parameter("weight").register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    for (batch,) in run.batches(DATA, 8):
+        run.backward(model(batch).square().mean())
+        run.step(optimizer)
+
+
+def unfrozen(run: lockstep.Run) -> None:
+    net = nn.Linear(4, 1).double()
+    net.weight.requires_grad_(False)
+    model, optimizer = run.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for (batch,) in run.batches(DATA, 8):
+        run.backward(model(batch).square().mean())
+        run.step(optimizer)
+        net.weight.requires_grad_(True)
+
+
+def tied(run: lockstep.Run) -> None:
+    """Two models that share a weight."""
+    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    other.weight = one.weight
+    for each in (one, other):
+        run.setup(each, torch.optim.SGD(each.parameters(), lr=0.1))

@@ -56,6 +56,28 @@ def test_ranks_that_use_different_parameters_of_a_split_model_are_refused(deep: 
     assert not list(tmp_path.glob("checkpoints/step-*"))
 
 
+def test_a_hook_on_a_parameter_that_sees_a_part_of_a_gradient_is_named(tmp_path: Path) -> None:
+    launch(partial(edge_bodies.hook, late=False), processes=2, strategy="ddp", folder=tmp_path)
+    assert "weight has a hook (register_hook), which is called with" in (tmp_path / "logs" / "rank-0.log").read_text()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_hook_on_a_parameter_that_torch_does_not_call_is_refused(late: bool, tmp_path: Path) -> None:
+    with pytest.raises(ANY, match=r"weight has a hook \(register_hook\), and strategy: fsdp splits parameters"):
+        launch(partial(edge_bodies.hook, late=late), processes=2, strategy="fsdp", folder=tmp_path)
+
+
+def test_a_comm_hook_does_not_go_with_parameters_that_are_unfrozen(tmp_path: Path) -> None:
+    strategy = {"type": "ddp", "comm_hook": "bf16_compress"}
+    with pytest.raises(ANY, match=r"strategy\.comm_hook: exchanges gradients of the parameters that were trained at"):
+        launch(edge_bodies.unfrozen, processes=2, strategy=strategy, folder=tmp_path)
+
+
+def test_a_parameter_of_two_split_models_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ANY, match=r"weight belongs to a model that was set up before, too"):
+        launch(edge_bodies.tied, processes=2, strategy="fsdp", folder=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("body", "settings"),
     [

@@ -56,8 +56,7 @@ class Checkpointer:
         seed: int,
         guard: Callable[[], None] = lambda: None,
     ) -> None:
-        """Writing a checkpoint may take `limit` seconds. `guard` raises where the folder does not belong to this run
-        any more."""
+        """Writing a checkpoint may take `limit` seconds. `guard` raises where the folder is no longer this run's."""
         self._guard, self._next_look = guard, 0.0
         self._group, self._runtime, self._strategy, self._weights = group, runtime, strategy, weights
         self.storage = CheckpointStorage(folder / "checkpoints", guard)
@@ -94,11 +93,8 @@ class Checkpointer:
                 return
         self._group.activity.enter("saving")
         self.equalize_buffers()
-        message = {
-            "generators": generator_states(self._runtime),
-            "attached": self.registered.digests(),
-            "moved": self._weights.moved(),
-        }
+        message: dict[str, Any] = {"generators": generator_states(self._runtime), "moved": self._weights.moved()}
+        message["attached"] = self.registered.digests()
         states = self.compared(message, "generator states", step)
         self._weights.note_moved(name for each in states for name in each["moved"])
         attached = self.registered.states([each["attached"] for each in states])
@@ -118,16 +114,14 @@ class Checkpointer:
         """Restores a step, the best or the newest good checkpoint. Returns what the run itself has to load, if any."""
         if self._group.rank == 0:
             self.storage.sweep()
-        slices = self._strategy.keeps_slices
-        loaded = reader.restore(self.storage, self._group, step, best, self._mode, slices)
+        loaded = reader.restore(self.storage, self._group, step, best, self._mode, self._strategy.keeps_slices)
         self._writer.resume_from(loaded.step if loaded else None)
         if loaded is None:
             return None
         state: dict[str, Any] = loaded.state
-        step = loaded.step
-        source = str(self.storage.path(step))
+        about, path = loaded.about, self.storage.path(loaded.step)
         try:
-            self._weights.load(loaded.model, state, source)
+            self._weights.load(loaded.model, state, str(path))
             self.registered.load(state["attached"])
             state["cursors"] = read_like(state["cursors"], None)  # streams may have tensors in their state
         finally:
@@ -135,14 +129,12 @@ class Checkpointer:
         states = state["generators"]
         if self._strategy.leaves:  # between two steps all ranks have the same
             states = states[:1] * self._group.world_size
-        anew = (self._seed + step, self._strategy.dp_rank)
+        anew = (self._seed + loaded.step, self._strategy.dp_rank)
         restore_generators(self._runtime, states, self._group.rank, self._group.world_size, anew)
-        about = loaded.about
-        self.last = Last(step, about.get("value"), about.get("metrics") or {})
-        name = self.storage.path(step).name
-        logger.info("restored %s (epoch %d)", name, about.get("epoch", 0))
+        self.last = Last(loaded.step, about.get("value"), about.get("metrics") or {})
+        logger.info("restored %s (epoch %d)", path.name, about.get("epoch", 0))
         if other := other_versions(about):
-            logger.info("%s was %s: numbers may differ in their last bits from here on", name, other)
+            logger.info("%s was %s: numbers may differ in their last bits from here on", path.name, other)
         return state
 
     def load_weights(self, folder: Path, step: int, beside: Mapping[str, Stateful]) -> None:
@@ -208,8 +200,7 @@ class Checkpointer:
 
     def _fetch(self, tensors: list[Tensor]) -> list[Tensor]:
         """On a mesh of one, a rank has the whole of sharded tensors, too."""
-        here = [each if (found := slice_of(each)) is None else found.tensor for each in tensors]
-        return self._strategy.fetch(here)
+        return self._strategy.fetch([each if (found := slice_of(each)) is None else found.tensor for each in tensors])
 
     def _is_saved(self, position: Mapping[str, Any], value: float | None) -> bool:
         """Whether saving again would write the same: nothing but tensors can have changed, and steps change those."""

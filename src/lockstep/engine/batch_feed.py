@@ -103,6 +103,7 @@ class BatchFeed:
     def next_epoch(self) -> None:
         self.progress.next_epoch()
         self.cursors.begin_epoch()
+        self._strategy.reshard()  # a loop may freeze parameters now, or others
 
     def leave_epochs(self) -> None:
         self._in_epochs = False

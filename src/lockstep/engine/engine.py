@@ -334,10 +334,8 @@ class Engine:
     def evaluate_or_leave(
         self, measure: Measure, datasets: Mapping[str, Dataset[Any]], batch_size: int, on: str, collate: Collate | None
     ) -> dict[str, dict[str, Any]] | None:
-        """Evaluates several datasets; None, on all ranks, as soon as one of them is asked to leave.
-
-        Where weights are averaged, the metrics of the averages are `ema/loss` beside `loss`.
-        """
+        """Evaluates several datasets; None, on all ranks, as soon as one of them is asked to leave. Where weights are
+        averaged, the metrics of the averages are `ema/loss` beside `loss`."""
         with self.profiler.region("validate"), self._noted("validate", ", ".join(datasets)):
             return self.evaluator.evaluate_or_leave(measure, datasets, batch_size, on, collate)
 
@@ -360,12 +358,7 @@ class Engine:
 
     def save(self, value: float | None, metrics: Mapping[str, float] | None, explicit: bool) -> None:
         with self._noted("save"):
-            self.models.require_any()
-            if any(each.is_in_place for each in self.models.averages):
-                raise ConfigError(
-                    "run.checkpoint: comes inside of run.averaged_weights, where the model has averages for weights: a "
-                    "resumed run would train on from them. Call it after the block"
-                )
+            self.models.require_own_weights()
             self._require_restore()
             progress = self.progress
             # A row that is due belongs to what was before the checkpoint, not to what is resumed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime, generator_states, set_generator_states
+from lockstep.strategy.base import Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ _MOST_PASSES, _MOST_OWN_PASSES = 256, 2048
 _CLEARED = 3  # so often gradients were cleared that no optimizer has used
 _LOOKED_AT = 3  # backward passes on the loop's own data
 _EXAMPLES = 16
+_SHOWN = 6  # names in a message
 
 
 class _Inside:
@@ -196,6 +198,22 @@ def _digest(value: Any) -> str:
     else:
         data = repr(value)
     return hashlib.blake2b(data.encode(), digest_size=8).hexdigest()
+
+
+def check_hooks(named: Mapping[str, Tensor], strategy: Strategy, are_lost: bool) -> None:
+    """Refuses hooks on parameters that torch does not call, and names those that see a part of a gradient."""
+    hooked = [name for name, each in named.items() if getattr(each, "_backward_hooks", None)]
+    instead = "Change finished gradients in a callback before_optimizer_step, or by run.gradients(optimizer)"
+    if hooked and are_lost:
+        raise ConfigError(
+            f"run.setup: {', '.join(hooked[:_SHOWN])} has a hook (register_hook), and strategy: {strategy.name} splits "
+            f"parameters, whose hooks torch does not call. {instead}"
+        )
+    if hooked and (strategy.dp_size > 1 or strategy.leaves):
+        logger.warning(
+            "%s has a hook (register_hook), which is called with the gradient of a part of the batch: right for a mask "
+            "or a factor, and not for clipping. %s", ", ".join(hooked[:_SHOWN]), instead,
+        )  # fmt: skip
 
 
 def refuse_stream(data: Any, leaves: int | None) -> None:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lockstep.engine.ema import Average
 from lockstep.engine.gradients import GradientTracker
+from lockstep.engine.loop_checks import check_hooks
 from lockstep.engine.weights import Frozen, refuse_other
 from lockstep.errors import ConfigError
 from lockstep.strategy.base import Strategy
@@ -109,6 +110,14 @@ class Models:
         if not self.entries:
             raise ConfigError("this needs a model: call run.setup(model, optimizer) first")
 
+    def require_own_weights(self) -> None:
+        self.require_any()
+        if any(each.is_in_place for each in self.averages):
+            raise ConfigError(
+                "run.checkpoint: comes inside of run.averaged_weights, where the model has averages for weights: a "
+                "resumed run would train on from them. Call it after the block"
+            )
+
     def only(self) -> Entry:
         self.require_any()
         trained = [each for each in self.entries.values() if each.optimizer is not None]
@@ -165,6 +174,14 @@ class Models:
                 "that went through run.setup: replicas would drift apart, and nothing of them would be saved. "
                 "Call run.setup for every model"
             )
+        self._strategy.reshard()
+        names = self._parameter_names(entry.name)
+        is_split = self._strategy.keeps_slices
+        if is_split:
+            from torch.distributed.fsdp import FSDPModule
+
+            is_split = any(isinstance(each, FSDPModule) for each in entry.module.modules())
+        check_hooks({names[id(each)]: each for each in parameters}, self._strategy, is_split)
         return entry, parameters, len(optimizer.param_groups)
 
     def _of(self, optimizer: Optimizer) -> Entry:

@@ -17,6 +17,7 @@ from lockstep.config.training import Compile, Ema
 from lockstep.distributed.group import Group
 from lockstep.engine import weights
 from lockstep.engine.compile_guard import be_patient_while_compiling
+from lockstep.engine.loop_checks import check_hooks
 from lockstep.engine.stepper import refuse_half_weights
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
@@ -62,6 +63,8 @@ class ModelSetup:
         """Returns what to call in training, and the frozen weights that checkpoints leave out, if any."""
         activity, precision = self._group.activity, options.precision
         _check(model, optimizer, precision)
+        if self._strategy.keeps_slices:  # which makes new parameters
+            check_hooks(dict(model.named_parameters()), self._strategy, are_lost=True)
         self._strategy.check_precision(precision)
         self._runtime.use_precision(precision)
         self._strategy.split_by(options.shard, options.parallelize)

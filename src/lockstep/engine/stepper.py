@@ -146,6 +146,7 @@ class Stepper:
     def finish(self, stepped: Stepped, step: Step, number: int) -> bool:
         """Makes the gradients of an optimizer those of the whole batch, once. Returns whether to step with them."""
         entry, optimizer, parameters = stepped
+        self._strategy.reshard()
         known = self._finished.get(id(optimizer))
         if known is None or known[0] is not step:
             self._reduce(parameters, self._gradients.counts_for(optimizer), number)

@@ -53,8 +53,8 @@ class Strategy(abc.ABC):
         self.split_sequences: Callable[[nn.Module], None] | None = None  # has blocks compute a part of every sequence
         self.leaves: int | None = None  # with train.exact: how many a global batch is divided into
         self._replicas_averaged = 1  # the number of ranks over which reduced gradients were averaged
-        # Parameters that others have taken the place of, both kept: an optimizer may have the ones before.
-        self._replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self.used = 0  # a digest of which parameters got gradients, where ranks have to agree in that
+        self._replaced: list[tuple[nn.Parameter, nn.Parameter]] = []  # an optimizer may have the ones before
 
     # Where things are
 
@@ -122,15 +122,13 @@ class Strategy(abc.ABC):
     def before_backward(self) -> None:  # noqa: B027
         """A backward pass begins."""
 
+    def reshard(self) -> None:  # noqa: B027
+        """Frees what is gathered of parameters for a backward pass that may not come."""
+
     def computed(self, last: bool) -> None:
         """The gradients of a micro-batch are computed; with `last`, those of the whole batch."""
         if not last:  # what follows is a program of its own, the same for every micro-batch
             self.runtime.end_of_program()
-
-    @property
-    def used(self) -> int:
-        """A digest of which parameters got gradients since ranks compared it, where they have to be the same ones."""
-        return 0
 
     def compare_used(self, digests: Sequence[int]) -> None:  # noqa: B027
         """Takes the digests of all ranks, and refuses ranks that have used different parameters."""
@@ -147,18 +145,17 @@ class Strategy(abc.ABC):
 
     def total_count(self, counts: Sequence[Tensor | float]) -> Tensor:
         """Returns the sum of the counts of all ranks."""
-        device = self.runtime.device
-        on_device = [torch.as_tensor(each, dtype=self.runtime.count_dtype, device=device) for each in counts]
-        return torch.stack([each.detach().reshape(()) for each in on_device]).sum()
+        dtype, device = self.runtime.count_dtype, self.runtime.device
+        return torch.stack(
+            [torch.as_tensor(each, dtype=dtype, device=device).detach().reshape(()) for each in counts]
+        ).sum()
 
     def mean_over_ranks(self, totals: Sequence[Tensor | float], counts: Sequence[Tensor | float]) -> Tensor:
         """Returns the mean over the global batch, from weighted means or from sums over these counts."""
-        total = self.total_count(totals)
-        return total / (self.total_count(counts) if counts else self._replicas_averaged)
+        return self.total_count(totals) / (self.total_count(counts) if counts else self._replicas_averaged)
 
     def drop_unreduced(self, optimizer: Optimizer, abandoned: bool) -> None:  # noqa: B027
-        """Drops gradients that wait for the last micro-batch, where an optimizer's zero_grad does not reach them. An
-        `abandoned` batch, whose loop was left, comes again."""
+        """Drops gradients of early micro-batches that no zero_grad reaches. An `abandoned` batch comes again."""
 
     def keep_gradients(self, parameters: Parameters) -> None:  # noqa: B027
         """An optimizer was asked to step before the last micro-batch: the loop is done with this one."""
@@ -189,13 +186,11 @@ class Strategy(abc.ABC):
     # State
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Returns a module's state as it is saved, under names that do not depend on the strategy: whole tensors, or
-        DTensors where the strategy keeps slices."""
+        """Returns a module's state by names that no strategy changes: whole tensors, or DTensors if it keeps slices."""
         return module.state_dict()
 
     def load_state_dict(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Raises RuntimeError where the state does not fit or, with `strict`, is not complete. Tensors are whole, or
-        Stored where the strategy keeps slices."""
+        """Takes whole tensors, or Stored; raises RuntimeError if they do not fit or, with `strict`, any is missing."""
         module.load_state_dict(state, strict=strict)
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:

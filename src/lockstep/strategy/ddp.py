@@ -49,10 +49,21 @@ class Replica(DistributedDataParallel):
     _awaited = False  # whether torch averages what the next backward pass computes
     _reached = False  # whether a backward pass has come to the first parameter, the last to get its gradient
     _before: list[tuple[Tensor | None, int]] | None = None  # gradients before a pass that torch does not average
+    has_comm_hook = False
+    _trained: list[bool]  # which parameters are, as torch knows them
+    _changed = False  # whether a batch was computed with others
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         # A model that is frozen for a while (the discriminator, while the generator learns) has nothing to exchange.
-        if torch.is_grad_enabled() and any(each.requires_grad for each in self.module.parameters()):
+        trained = [each.requires_grad for each in self.module.parameters()] if torch.is_grad_enabled() else []
+        if any(trained) and trained != self._trained:
+            if self.has_comm_hook:
+                raise ConfigError(
+                    "strategy.comm_hook: exchanges gradients of the parameters that were trained at run.setup, and "
+                    "others are by now (requires_grad_). Leave the hook out, or freeze before run.setup"
+                )
+            self._changed = True
+        elif any(trained):
             self._awaited = True
             try:
                 return super().forward(*inputs, **keywords)  # type: ignore[no-untyped-call]
@@ -74,6 +85,7 @@ class Replica(DistributedDataParallel):
         differently from the same step of a run that was never interrupted. DDP assumes here that gradients come in the
         order of its parameters, which are in the reverse order of the model's.
         """
+        self._trained = [each.requires_grad for each in self.module.parameters()]
         self.reducer._push_all_rebuilt_params()
         self.reducer._rebuild_buckets()
         next(each for each in self.module.parameters() if each.requires_grad).register_post_accumulate_grad_hook(
@@ -93,7 +105,8 @@ class Replica(DistributedDataParallel):
         self._before = None if self._awaited else _versions(self.module)
 
     def computed(self, last: bool) -> None:
-        """Averages what torch does not: of several backward passes after a forward pass, it averages the first.
+        """Averages what torch does not: of several backward passes after a forward pass, it averages the first, and
+        nothing of parameters that were frozen at first, or without those that are by now.
 
         All gradients are averaged again. That changes nothing in what was averaged before.
         """
@@ -103,7 +116,10 @@ class Replica(DistributedDataParallel):
                 grad is not before or version != version_before
                 for (grad, version), (before, version_before) in zip(now, self._before, strict=True)
             )
-        if self._reached and last and not self._awaited:
+        if self._changed and last:
+            _average(list(self.module.parameters()))
+            self._changed = False
+        elif self._reached and last and not self._awaited:
             for gradient in gradients_of(list(self.module.parameters())):
                 dist.all_reduce(gradient)
                 gradient /= dist.get_world_size()
@@ -158,7 +174,6 @@ class DdpStrategy(Strategy):
         self.has_replicas, self._replicas_averaged = True, world_size
         self._settings = settings
         self._replicas: list[Replica] = []
-        self._frozen: list[nn.Parameter] = []  # when they were placed
         self._user_hook: Hook | None = None
 
     def use_comm_hook(self, hook: Any) -> None:
@@ -172,7 +187,6 @@ class DdpStrategy(Strategy):
 
     def place(self, model: nn.Module) -> nn.Module:
         model = model.to(self.runtime.device)  # first, since DDP looks at where the parameters are
-        self._frozen += [each for each in model.parameters() if not each.requires_grad]
         if not any(each.requires_grad for each in model.parameters()):  # nothing to exchange, and DDP refuses it
             with torch.no_grad():
                 self.runtime.broadcast([*model.parameters(), *model.buffers()])
@@ -198,6 +212,7 @@ class DdpStrategy(Strategy):
             # Without annotations, which DDP compares with types that a module may name as text. What it refuses besides
             # is bfloat16 without NCCL, which gloo has by now.
             replica.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
+            replica.has_comm_hook = True
         self._replicas.append(replica)
         return replica
 
@@ -236,8 +251,6 @@ class DdpStrategy(Strategy):
         super().computed(last)
         for replica in self._replicas:
             replica.computed(last)
-        if last:
-            _average_unfrozen(self._frozen)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         if closure is None and meets(optimizer):
@@ -267,14 +280,12 @@ def _versions(module: nn.Module) -> list[tuple[Tensor | None, int]]:
     return [(each, 0 if each is None else each._version) for each in gradients]
 
 
-def _average_unfrozen(parameters: Sequence[nn.Parameter]) -> None:
-    """Averages gradients of parameters that were frozen when torch's wrapper was made, and are trained now."""
-    unfrozen = [each for each in parameters if each.requires_grad]
-    if not unfrozen:
-        return
-    reached = torch.tensor([each.grad is not None for each in unfrozen], dtype=torch.int32, device=unfrozen[0].device)
+def _average(parameters: Sequence[nn.Parameter]) -> None:
+    """Averages gradients of parameters that any rank has reached."""
+    flags = [each.grad is not None for each in parameters]
+    reached = torch.tensor(flags, dtype=torch.int32, device=parameters[0].device)
     dist.all_reduce(reached)
-    for parameter, ranks in zip(unfrozen, reached.tolist(), strict=True):
+    for parameter, ranks in zip(parameters, reached.tolist(), strict=True):
         if ranks and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         if parameter.grad is not None:

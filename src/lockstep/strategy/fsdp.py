@@ -43,11 +43,17 @@ class SecondBackward:
                 group.finalize_backward()
 
     def release(self) -> None:
-        """Parameters have changed, or are about to: what was gathered of them is freed."""
+        """Parameters have changed, or are about to."""
         if self.is_possible:
             self.is_possible = False
             self._model.set_reshard_after_backward(True)
-            for unit in self._units:
+        self.reshard()
+
+    def reshard(self) -> None:
+        """Frees what is gathered. Without a backward pass (of what was detached, say), torch keeps the values as they
+        are, and who looks at the module finds them in place of its parameters."""
+        for unit in self._units:
+            if not all(each.is_sharded for each in param_groups(unit._get_fsdp_state())):
                 unit.reshard()
 
     def _watch(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -105,21 +111,23 @@ class UsedParameters:
     rank: of two layers of one shape, one gets the gradients of the other, and nothing shows."""
 
     def __init__(self) -> None:
-        self.digest = 0
+        self._digest = 0
         self._patterns: dict[bytes, None] = {}  # which parameters had gradients, since the last comparison
 
-    def note(self, parameters: Iterable[nn.Parameter]) -> None:
+    def note(self, parameters: Iterable[nn.Parameter]) -> int:
+        """Takes which have gradients. Returns a digest of all since the last comparison."""
         pattern = bytes(each.grad is not None for each in parameters)
-        self.digest = zlib.crc32(pattern, self.digest)
+        self._digest = zlib.crc32(pattern, self._digest)
         self._patterns[pattern] = None
+        return self._digest
 
-    def compare(self, digests: Sequence[int], names: Sequence[str], group: Group) -> None:
-        """All ranks call it after the same step, with the digests of all."""
+    def compare(self, digests: Sequence[int], names: Sequence[str], group: Group) -> int:
+        """All ranks call it after the same step, with the digests of all. Returns that of nothing."""
         mine = [each.hex() for each in self._patterns]
-        self.digest = 0
+        self._digest = 0
         self._patterns.clear()
         if len(set(digests)) == 1:
-            return
+            return 0
         everywhere = group.gather(mine, "which parameters got gradients")
         patterns = [bytes.fromhex(each) for of_rank in everywhere for each in of_rank]
         differ = [name for name, flags in zip(names, zip(*patterns, strict=True), strict=True) if len(set(flags)) > 1]

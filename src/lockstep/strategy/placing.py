@@ -120,8 +120,8 @@ class Owned:
             module._parameters[key] = fresh
 
 
-def owned_by(model: nn.Module) -> dict[int, Owned]:
-    """Returns every parameter once, with all its names, by its identity."""
+def owned_by(model: nn.Module, taken: Iterable[nn.Parameter] = ()) -> dict[int, Owned]:
+    """Returns every parameter once, with all its names, by its identity; none that is `taken` by another model."""
     found: dict[int, Owned] = {}
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
@@ -130,6 +130,12 @@ def owned_by(model: nn.Module) -> dict[int, Owned]:
                 names = (*(known.names if known else ()), f"{name}.{key}" if name else key)
                 places = (*(known.places if known else ()), (module, key))
                 found[id(parameter)] = Owned(parameter, names, places)
+    if shared := [found[id(each)].names[0] for each in taken if id(each) in found]:
+        raise ConfigError(
+            f"run.setup: {', '.join(shared[:6])} belongs to a model that was set up before, too, and each model is "
+            "split by itself: they would train two copies. Give run.setup one module that contains both, or use "
+            "strategy: ddp"
+        )
     return found
 
 

@@ -156,7 +156,7 @@ class ShardedStrategy(Strategy):
 
     def place(self, model: nn.Module) -> nn.Module:
         _refuse_sparse(model)
-        owned = placing.owned_by(model)
+        owned = placing.owned_by(model, (each for pair in self._replaced for each in pair))
         filling = placing.Filling(model, self._group, self.runtime.device, self._seed, self._init_weights)
         text = " x ".join(f"{axis} {size}" for axis, size in self._shape.items())
         if self._parallelize is not None:
@@ -305,17 +305,13 @@ class ShardedStrategy(Strategy):
         for each in self._second:
             each.computed()
         if last:
-            self._used.note([now for _, now in self._replaced])
+            self.used = self._used.note([now for _, now in self._replaced])
             self._average_scalars()
-
-    @property
-    def used(self) -> int:
-        return self._used.digest
 
     def compare_used(self, digests: Sequence[int]) -> None:
         models = cast(list[nn.Module], self._models)
         names = {id(each): name for model in models for name, each in model.named_parameters()}
-        self._used.compare(digests, [names.get(id(now), "") for _, now in self._replaced], self._group)
+        self.used = self._used.compare(digests, [names.get(id(now), "") for _, now in self._replaced], self._group)
 
     def _average_scalars(self) -> None:
         """Averages gradients of parameters that are not split, which torch does not reduce. Only those that a backward
@@ -328,6 +324,13 @@ class ShardedStrategy(Strategy):
             for gradient, value in zip(gradients, mean / self.world_size, strict=True):
                 gradient.copy_(value)
                 self._averaged[gradient] = gradient._version
+
+    def begin_micro_batch(self, *about: Any) -> None:
+        self.reshard()
+
+    def reshard(self) -> None:
+        for each in self._second:
+            each.reshard()
 
     def stepped(self) -> None:
         super().stepped()

@@ -29,11 +29,8 @@ def train(
     unfinished: bool = False,
     order: Order | None = None,
 ) -> str | None:
-    """Trains until a limit is reached. Returns why it stopped before that, if it did.
-
-    `callbacks` validate, schedule and, last, save. An `unfinished` run was left during the validation of its last
-    step: it begins with that.
-    """
+    """Trains until a limit is reached. Returns why it stopped before that, if it did. `callbacks` validate, schedule
+    and, last, save. An `unfinished` run was left during the validation of its last step: it begins with that."""
     limits = config.train
     if unfinished and (stop := _after_user_callbacks(run, callbacks, own)):
         return stop
