@@ -171,8 +171,8 @@ def _averages(entry: Any) -> list[Any] | None:
 def perform(ranks: Run, job: Mapping[str, Any]) -> dict[str, Any]:
     """Train a program on these ranks; what it came to, the same on all of them."""
     program, folder = Program.from_dict(job["program"]), Path(job["folder"])
-    strategy = FSDP if job["strategy"] == "fsdp" else "auto"
-    settings = RunSettings.model_validate({**SETTINGS, "strategy": strategy})
+    how = {"fsdp": {"strategy": FSDP}, "exact": {"train": {"exact": 2}}, "auto": {}}[job["strategy"]]
+    settings = RunSettings.model_validate({**SETTINGS, **how})
     requests = StopRequests()
     known = ranks._engine
     run = Run(Engine(known.topology, known.runtime, known.group, settings, folder, Display(), requests))

@@ -216,9 +216,9 @@ def _loss(draw: st.DrawFn, models: int) -> Loss:
 
 @st.composite
 def ways(draw: st.DrawFn) -> tuple[Way, ...]:
-    found = []
+    found, exact = [], draw(st.integers(0, 3)) == 0
     for stops in [True] * draw(st.integers(0, 2)) + [False]:
-        ranks = draw(st.integers(1, 3))
-        strategy = draw(st.sampled_from(["auto", "fsdp"]))
+        ranks = draw(st.integers(1, 2 if exact else 3))
+        strategy = "exact" if exact else draw(st.sampled_from(["auto", "fsdp"]))
         found.append(Way(ranks, strategy, draw(st.integers(1, 8)) if stops else None, draw(st.booleans())))
     return tuple(found)
