@@ -139,8 +139,9 @@ class Hooks(Callback):
     def after_training(self, run: Run, metrics: dict[str, Any]) -> None:
         for hook in ("on_train_end", "on_fit_end"):
             self._trainer.call(hook)
-        getattr(self._trainer.datamodule, "teardown", nothing)("fit")
-        self._trainer.call("teardown", "fit")
+        for stage in self._trainer.stages:
+            getattr(self._trainer.datamodule, "teardown", nothing)(stage)
+            self._trainer.call("teardown", stage)
 
     def after_exception(self, run: Run, error: Exception) -> None:
         self._trainer.call("on_exception", error)

@@ -23,11 +23,16 @@ from lockstep.data.stream_reader import is_stream
 from lockstep.engine.models import DEFAULT
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
+from lockstep.runtime.base import generator_states, set_generator_states
 from lockstep.tasks.callbacks import Callback
 from lockstep.tasks.schedules import run_length
 from lockstep.tasks.task import Task
 
 logger = logging.getLogger(__name__)
+
+# For what Lightning sets up the data that it asks for.
+_STAGES = {"train_dataloader": "fit", "val_dataloader": "validate", "test_dataloader": "test",
+           "predict_dataloader": "predict"}  # fmt: skip
 
 
 class Module(Task):
@@ -40,6 +45,7 @@ class Module(Task):
         self.accumulates = 1  # batches of the DataLoader that a step adds up, as fit(accumulate_grad_batches=...) says
         self.clips: tuple[float | None, str | None] = None, None  # by value, or in configure_gradient_clipping
         self._loaders: dict[str, Any] = {}
+        self._drawn_from: Any = None  # the states of random numbers at the first setup
         self.is_given = False  # by fit, which has made a config of ModelCheckpoint
 
     # The beginning
@@ -73,8 +79,6 @@ class Module(Task):
                     if place.host and not place.local_rank:  # once on every other host, too
                         each.prepare_data()
                 run.barrier("the end of prepare_data")
-        getattr(datamodule, "setup", nothing)("fit")
-        trainer.call("setup", "fit")
         self.module_metrics = Sets(trainer)
 
     @property
@@ -118,8 +122,26 @@ class Module(Task):
     def loader(self, name: str) -> Any:
         """Returns what `train_dataloader` and so on return, asked once: a loader belongs to its generator."""
         if name not in self._loaders:
-            self._loaders[name] = getattr(self.loads, name)() if overrides(self.loads, name) else None
+            there = overrides(self.loads, name)
+            if there:
+                self._set_up(_STAGES[name])
+            self._loaders[name] = getattr(self.loads, name)() if there else None
         return self._loaders[name]
+
+    def _set_up(self, stage: str) -> None:
+        """Calls setup before the first data of a stage. Each stage draws the same random numbers: what one leaves out
+        of a random_split, no other has."""
+        trainer, runtime = self.trainer, self.trainer.run._engine.runtime
+        if stage in trainer.stages or (stage == "validate" and "fit" in trainer.stages):
+            return
+        now = generator_states(runtime)
+        self._drawn_from = self._drawn_from or now
+        set_generator_states(runtime, self._drawn_from)
+        getattr(trainer.datamodule, "setup", nothing)(stage)
+        trainer.call("setup", stage)
+        if trainer.stages:
+            set_generator_states(runtime, now)
+        trainer.stages.append(stage)
 
     def train_data(self) -> Any:
         trainer = self.trainer
@@ -170,8 +192,8 @@ class Module(Task):
 
     def _measured(self, name: str, step: str) -> tuple[Any, Any]:
         """Returns the data of a set, or of several by number, and the loaders that it comes from."""
-        made = self.loader(name)
-        if made is None or not overrides(self.trainer.lightning_module, step):
+        made = self.loader(name) if overrides(self.trainer.lightning_module, step) else None
+        if made is None:
             return None, None
         several = made.values() if isinstance(made, Mapping) else made if isinstance(made, (list, tuple)) else [made]
         loaders = list(several)

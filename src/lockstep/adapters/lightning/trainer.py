@@ -90,6 +90,7 @@ class Trainer:
         self.hooks: Any = None  # what computes a batch
         self._hook: str | None = None
         self._has_started = False
+        self.stages: list[str] = []  # that setup was called for
         module.trainer = self
         if datamodule is not None:
             datamodule.trainer = self
