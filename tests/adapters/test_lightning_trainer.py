@@ -11,12 +11,15 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner
+from lightning.pytorch.callbacks import Callback
 from lit_modules import AutoEncoder, Digits
 from test_lightning import by_lightning, fitted, quiet  # noqa: F401
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 import lockstep
+from lockstep.adapters.lightning import fit
 from lockstep.cli import main
+from lockstep.errors import ConfigError
 
 STAGED = '''
 class Staged(Digits):
@@ -80,3 +83,100 @@ def test_stages_are_those_of_lightning(tmp_path: Path) -> None:
     stages.clear()
     fitted(Noted(), tmp_path, epochs=1)
     assert sorted(stages) == theirs and stages[:2] == ["fit", "test"]
+
+
+class Lengths(AutoEncoder):
+    """Asks for lengths where schedulers are made, as OneCycleLR does."""
+
+    def configure_optimizers(self) -> Any:
+        self.lengths = self.trainer.estimated_stepping_batches, self.trainer.num_training_batches
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "config", "lengths"),
+    [
+        (1, {}, (18, 6)), (2, {}, (9, 6)), (1, {"train": {"overfit": 25}}, (9, 3)), (1, {"max_epochs": None, "max_steps": 7}, (7, 6)),
+        (2, {"train": {"limit": 25}}, (6, 4)),
+    ],
+)  # fmt: skip
+def test_lengths_are_those_of_the_steps_that_run(
+    accumulate: int, config: Any, lengths: tuple[int, int], tmp_path: Path
+) -> None:
+    class Plain(Digits):
+        def train_dataloader(self) -> Any:
+            return DataLoader(self.train, self.batch_size, shuffle=True)
+
+    module, options = Lengths(), {"max_epochs": 3, "accumulate_grad_batches": accumulate, **config}
+    fit(module, Plain(10), **options, processes=1, runtime="cpu", out=tmp_path)
+    assert module.lengths == lengths and module.trainer.global_step == lengths[0]
+
+
+class Keeps(Callback):
+    """Keeps state in each of the two ways that Lightning has."""
+
+    def __init__(self, name: str = "one") -> None:
+        self.name, self.own, self.whole = name, 0, 0
+
+    @property
+    def state_key(self) -> str:
+        return self.name
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *batch: Any) -> None:
+        self.own, self.whole = self.own + 1, self.whole + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": self.own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.own = state["own"]
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint[f"whole of {self.name}"] = torch.tensor(self.whole)
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.whole = int(checkpoint[f"whole of {self.name}"])
+
+
+class Remembers(AutoEncoder):
+    steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["steps"] = self.steps
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.steps = checkpoint["steps"]
+
+
+def test_what_module_and_callbacks_save_comes_back(tmp_path: Path) -> None:
+    for epochs in (1, 3):
+        module, callbacks = Remembers(), [Keeps("one"), Keeps("two")][:: 1 if epochs == 1 else -1]
+        fitted(module, tmp_path, epochs=epochs, folder=tmp_path / "run", callbacks=callbacks)
+    assert [module.steps, *((each.own, each.whole) for each in callbacks)] == [18, (18, 18), (18, 18)]
+
+
+def test_what_cannot_be_saved_is_named_before_the_first_step(tmp_path: Path) -> None:
+    class Weights(Remembers):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"].pop("encoder.0.weight")
+
+    class Replaces(Remembers):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"] = {}
+
+    class Thing(Remembers):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["thing"] = torch.nn.Linear(1, 1)
+
+    weights, thing = r"checkpoint\['state_dict'\].*saves weights", "Linear"
+    for shape, message in {Weights: weights, Replaces: weights, Thing: thing}.items():
+        module = shape()
+        with pytest.raises(lockstep.LockstepError, match=message):
+            fitted(module, tmp_path)
+        assert module.steps == 0
+    with pytest.raises(ConfigError, match="callbacks: two have the state_key 'one'"):
+        fitted(AutoEncoder(), tmp_path, callbacks=[Keeps(), Keeps()])

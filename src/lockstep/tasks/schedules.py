@@ -67,6 +67,7 @@ class RunLength:
     steps: int | None
     epochs: int | None
     made_for: dict[str, int] = field(default_factory=dict)
+    per_epoch: int | None = None
 
     def of_task(self, task: Any, optimizers: Any) -> Any:
         """Calls a task's `scheduler`, with the number of steps if it has an argument for it."""
@@ -137,7 +138,7 @@ def run_length(config: RunConfig, examples: int | None, ramps: Ramps = _NO_RAMPS
     if limits.tokens is None and ramps.batch is None:
         per_epoch = max(1, plan.batches)
         steps = limits.steps if limits.epoch_limit is None else per_epoch * limits.epoch_limit
-        return RunLength(steps, None if steps is None else steps // per_epoch)
+        return RunLength(steps, None if steps is None else steps // per_epoch, per_epoch=per_epoch)
     at, epochs = Position(), 0
     while plan.batches and epochs != limits.epoch_limit:
         for batch in plan.walk(0, at._replace(batch=0, begin=0)):

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 def set_up(run: Run, task: Task, config: RunConfig, length: RunLength) -> dict[str, Schedule]:
     """Sets up every model of the task. Returns the schedulers by model, with when they are stepped."""
     limits = config.train
+    vars(task)["_length"] = length  # which optimizers of an adapter may ask for
     made = run._engine.strategy.build(task.model)
     models = dict(made) if isinstance(made, Mapping) else {DEFAULT: made}
     if defines(task, "parallelize") and not config.strategy.has_mesh:

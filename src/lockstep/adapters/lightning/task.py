@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -17,7 +18,7 @@ from lockstep.adapters.lightning.sets import Sets
 from lockstep.adapters.lightning.trainer import Trainer, nothing, transferred
 from lockstep.config.objects import construct, import_object
 from lockstep.config.schema import RunConfig
-from lockstep.data.batches import GlobalBatches
+from lockstep.data.order import Sequential, Shuffled
 from lockstep.data.source import makes_batches, taken
 from lockstep.data.stream_reader import is_stream
 from lockstep.engine.models import DEFAULT
@@ -25,7 +26,6 @@ from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import generator_states, set_generator_states
 from lockstep.tasks.callbacks import Callback
-from lockstep.tasks.schedules import run_length
 from lockstep.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 # For what Lightning sets up the data that it asks for.
 _STAGES = {"train_dataloader": "fit", "val_dataloader": "validate", "test_dataloader": "test",
            "predict_dataloader": "predict"}  # fmt: skip
+_PLAIN = {"sequential": lambda count, seed: Sequential(count), "shuffled": Shuffled}
 
 
 class Module(Task):
@@ -70,7 +71,7 @@ class Module(Task):
         trainer = self._trainer = Trainer(module, datamodule, called(every), run, config)
         if self.clips[0] is not None:
             trainer.gradient_clip_val, trainer.gradient_clip_algorithm = self.clips
-        self.loads = _loads_data(datamodule, module)
+        self.loads, trainer.loader = _loads_data(datamodule, module), self.loader
         for each in (datamodule, module):
             if each is not None and overrides(each, "prepare_data"):
                 with run.working("prepare_data", run._engine.settings.timeouts.collective):
@@ -92,8 +93,7 @@ class Module(Task):
     def model(self) -> nn.Module | Mapping[str, nn.Module]:
         """The module; of several optimizers, each but the first has an entry without parameters."""
         trainer = self.trainer
-        if trainer.train_dataloader is None:  # of which optimizers may want the length
-            self.train_data()
+        trainer.length = vars(self)["_length"]
         trainer.lightning_module.configure_model()
         optimizers = trainer.configure()
         strategy = trainer.run._engine.strategy
@@ -144,25 +144,14 @@ class Module(Task):
         trainer.stages.append(stage)
 
     def train_data(self) -> Any:
-        trainer = self.trainer
         loader: Any = self.loader("train_dataloader")
-        trainer.train_dataloader = loader
         if not hasattr(loader, "__getitem__") and not isinstance(loader, (DataLoader, Dataset)):
             raise ConfigError(
                 f"task.data: train_dataloader returned a {type(loader).__name__}: return one DataLoader; several "
                 "become one by a dataset that has examples of each"
             )
-        config, length = trainer.config, None
-        if not is_stream(getattr(loader, "dataset", loader)):
-            source: Any = taken(loader, config.seed) if makes_batches(loader) else None
-            length = len(loader) if source is None else source.order.length
-            if source is not None and self.accumulates > 1:
-                loader = self._several_batches(source)
-        whole = run_length(config, length)
-        if length is not None:
-            plan = GlobalBatches(length, config.train.batch_size, shuffle=False, drop_last=config.data.drop_last)
-            trainer.num_training_batches = max(1, plan.batches) * config.train.accumulate
-        trainer.estimated_stepping_batches = float("inf") if whole.steps is None else whole.steps
+        if self.accumulates > 1 and makes_batches(loader) and not is_stream(loader.dataset):
+            return self._several_batches(taken(loader, self.trainer.config.seed))
         return loader
 
     def _several_batches(self, source: Any) -> Any:
@@ -173,9 +162,12 @@ class Module(Task):
             vars(self)["collate"] = source.collate
 
         def order(epoch: int, seed: int, count: int) -> Any:
-            import numpy as np
-
-            return source.order.at(epoch, np.arange(source.order.length))
+            of: Any = source.order
+            if count != of.count:  # of a part of the data
+                of = _PLAIN[of.name](count, seed) if of.name in _PLAIN else None
+            if of is None:
+                raise ConfigError("train.limit, data.split: the DataLoader has its own sampler, which knows no parts")
+            return of.at(epoch, np.arange(of.length))  # type: ignore[no-any-return]
 
         vars(self).update(order=order, order_repeats=True)
         return source.dataset

@@ -18,6 +18,7 @@ from lockstep.config.schema import RunConfig
 from lockstep.engine.run import Run
 from lockstep.engine.stepper import needs_closure
 from lockstep.errors import ConfigError
+from lockstep.tasks.schedules import RunLength
 
 # The hooks in which Lightning takes a logged value for one of a step; in others it is one of an epoch.
 _OF_STEPS = {
@@ -28,6 +29,11 @@ _OF_STEPS = {
 
 
 _STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
+
+
+def _or_inf(count: int | None) -> int | float:
+    return float("inf") if count is None else count
+
 
 # Members of Lightning's Trainer that are computed when they are asked for.
 _ASKED: dict[str, Callable[[Any], Any]] = {
@@ -41,6 +47,11 @@ _ASKED: dict[str, Callable[[Any], Any]] = {
     "world_size": lambda self: self.run.world_size,
     "num_devices": lambda self: self.run.world_size,
     "accumulate_grad_batches": lambda self: self.config.train.accumulate,
+    "train_dataloader": lambda self: self.loader("train_dataloader"),
+    "estimated_stepping_batches": lambda self: _or_inf(self.length and self.length.steps),
+    "num_training_batches": lambda self: _or_inf(
+        self.length and self.length.per_epoch and self.length.per_epoch * self.accumulate_grad_batches
+    ),
     "precision": lambda self: self.config.train.precision,
     "check_val_every_n_epoch": lambda self: self._every("epoch", None),
     "val_check_interval": lambda self: self._every("step", 1.0),
@@ -80,10 +91,9 @@ class Trainer:
         self.state = types.SimpleNamespace(fn=states.TrainerFn.FITTING, stage=states.RunningStage.TRAINING)
         self.fast_dev_run = self.barebones = False
         self.progress_bar_callback = self.ckpt_path = self.min_epochs = None
-        self.num_training_batches: int | float = float("inf")
         self.num_val_batches, self.num_test_batches = list[int](), list[int]()
-        self.estimated_stepping_batches: int | float = float("inf")
-        self.train_dataloader: Any = None
+        self.length: RunLength | None = None
+        self.loader: Any = None  # returns what train_dataloader and so on return
         self.val_dataloaders: Any = None
         self.global_step = 0  # optimizer steps, as Lightning counts them
         self.values: dict[str, Logged] = {}  # logged in the current hook, or batch
