@@ -10,6 +10,7 @@ from torch import Tensor
 from lockstep.adapters.lightning.refused import overrides
 from lockstep.adapters.lightning.sets import Sets
 from lockstep.adapters.lightning.trainer import Trainer, alike, nothing, short_name, transferred
+from lockstep.checkpoint import codec
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
 from lockstep.evaluation.means import Mean
@@ -29,6 +30,7 @@ class Hooks(Callback):
     def before_training(self, run: Run) -> None:
         trainer = self._trainer
         trainer.start()
+        codec.pack(self.state_dict())  # refuses what cannot be saved
         trainer.call("on_train_start")
 
     def train(self, batch: Any) -> dict[str, Any]:

@@ -291,17 +291,22 @@ class Trainer:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {
+        checkpoint, callbacks = _Checkpoint(epoch=self.current_epoch, global_step=self.global_step), dict[str, Any]()
+        for each in self.callbacks:
+            if (saved := getattr(each, "state_dict", dict)()) and callbacks.setdefault(each.state_key, saved) is not saved:
+                raise ConfigError(f"callbacks: two have the state_key {each.state_key!r}: give each a state_key of its own")
+        self.call("on_save_checkpoint", checkpoint)
+        for name in filter(checkpoint.__contains__, _SAVED_ANYWAY):
+            checkpoint.__missing__(name)
+        return {
             "global_step": self.global_step,
             "should_stop": self.should_stop,
             "metrics": {name: each.item() for name, each in self.callback_metrics.items()},
             "schedulers": [each.scheduler.state_dict() for each in self.lr_scheduler_configs],
-            "callbacks": [each.state_dict() for each in self.callbacks],
-            "module": {},
+            "callbacks": callbacks,
+            "checkpoint": dict(checkpoint),
             "datamodule": getattr(self.datamodule, "state_dict", dict)(),
         }
-        self.lightning_module.on_save_checkpoint(state["module"])
-        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.global_step, self.should_stop = state["global_step"], state["should_stop"]
@@ -309,11 +314,27 @@ class Trainer:
             self.note(name, value)
         for each, saved in zip(self.lr_scheduler_configs, state["schedulers"], strict=True):
             each.scheduler.load_state_dict(saved)
-        for each, saved in zip(self.callbacks, state["callbacks"], strict=True):
-            each.load_state_dict(saved)
-        self.lightning_module.on_load_checkpoint(state["module"])
+        self.call("on_load_checkpoint", _Checkpoint(state["checkpoint"]))
+        for each in self.callbacks:
+            if (saved := state["callbacks"].get(getattr(each, "state_key", None))) is not None:
+                each.load_state_dict(saved)
         if state["datamodule"]:
             self.datamodule.load_state_dict(state["datamodule"])
+
+
+_SAVED_ANYWAY = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", "loops", "hyper_parameters")
+
+
+class _Checkpoint(dict[str, Any]):
+    """What on_save_checkpoint adds to a checkpoint."""
+
+    def __missing__(self, name: str) -> Any:
+        if name not in _SAVED_ANYWAY:
+            raise KeyError(name)
+        raise ConfigError(
+            f"on_save_checkpoint, on_load_checkpoint: checkpoint[{name!r}]: Lockstep saves weights, optimizers and "
+            "callbacks itself: keep your own values under other names"
+        )
 
 
 class _Strategy:
