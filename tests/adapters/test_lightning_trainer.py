@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import lit_modules
 import pytest
 import torch
+import torch.nn.functional as F
+import torchmetrics
 import yaml
 from click.testing import CliRunner
 from lightning.pytorch.callbacks import Callback
@@ -17,6 +20,7 @@ from test_lightning import by_lightning, fitted, quiet  # noqa: F401
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 import lockstep
+from conftest import Project
 from lockstep.adapters.lightning import fit
 from lockstep.cli import main
 from lockstep.errors import ConfigError
@@ -180,3 +184,97 @@ def test_what_cannot_be_saved_is_named_before_the_first_step(tmp_path: Path) -> 
         assert module.steps == 0
     with pytest.raises(ConfigError, match="callbacks: two have the state_key 'one'"):
         fitted(AutoEncoder(), tmp_path, callbacks=[Keeps(), Keeps()])
+
+
+class Looks(AutoEncoder):
+    """Logs in every way, and looks at callback_metrics in every hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[tuple[str, int], dict[str, float]] = {}
+        self.mean = torchmetrics.MeanMetric()
+
+    def look(self, hook: str) -> None:
+        if not self.trainer.sanity_checking:
+            metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+            self.found[hook, self.trainer.current_epoch] = metrics
+        else:
+            assert "epoch_end" not in hook or "val_loss" in self.trainer.callback_metrics
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.mse_loss(self(batch[0]), batch[0])
+        for name, on_step, on_epoch in (("step", None, None), ("epoch", False, True), ("both", True, True)):
+            self.log(f"train_{name}", loss, on_step=on_step, on_epoch=on_epoch)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        loss = F.mse_loss(self(batch[0]), batch[0])
+        self.mean.update(loss, weight=len(batch[0]))
+        self.log("val_mean", self.mean)
+        for name, on_step in (("loss", None), ("both", True)):
+            self.log(f"val_{name}", loss, on_step=on_step)
+
+    def on_validation_epoch_end(self) -> None:
+        self.look("on_validation_epoch_end")
+        self.log("val_late", 3.0)
+
+    def on_validation_end(self) -> None:
+        self.look("on_validation_end")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if batch_idx == 5:
+            self.look("on_train_batch_end")
+
+    def on_train_epoch_end(self) -> None:
+        self.look("on_train_epoch_end")
+        self.log("train_late", 4.0)
+
+    def on_train_epoch_start(self) -> None:
+        self.look("on_train_epoch_start")
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_hooks_find_the_metrics_of_lightning(every: int, tmp_path: Path) -> None:
+    theirs, ours, resumed = Looks(), Looks(), Looks()
+    by_lightning(theirs, 2, check_val_every_n_epoch=every)
+    options = {"epochs": 2, "check_val_every_n_epoch": every, "folder": tmp_path / "run"}
+    ours.die_at = 9
+    with pytest.raises(SystemExit):
+        fitted(ours, tmp_path, **options)
+    fitted(resumed, tmp_path, **options)
+    assert ours.found | resumed.found == {where: pytest.approx(found, rel=1e-5) for where, found in theirs.found.items()}
+    assert len(theirs.found) == 8 + (0 if every == 2 else 2)
+
+
+@pytest.mark.long
+def test_two_ranks_find_the_metrics_of_one(tmp_path: Path, project: Project) -> None:
+    theirs = Looks()
+    by_lightning(theirs, 2)
+    (tmp_path / "ranks.py").write_text(f"""
+import json, sys
+sys.path[:0] = {sys.path!r}
+from pathlib import Path
+from lit_modules import Digits
+from lockstep.adapters.lightning import fit
+from test_lightning_trainer import Looks
+
+class Noted(Looks):
+    def on_train_epoch_end(self):
+        super().on_train_epoch_end()
+        if self.current_epoch:
+            found = [[*where, metrics] for where, metrics in self.found.items()]
+            Path(f"{tmp_path}/{{self.trainer.global_rank}}.json").write_text(json.dumps(found))
+
+if __name__ == "__main__":
+    fit(Noted(), Digits(10), max_epochs=2, processes=2, runtime="cpu", out="{tmp_path}")
+""")
+    ended = project.start_python(tmp_path / "ranks.py").wait()
+    assert ended.code == 0, ended.text
+    for rank in (0, 1):
+        for hook, epoch, metrics in json.loads((tmp_path / f"{rank}.json").read_text()):
+            found = {name: each for name, each in metrics.items() if "late" in name or "batch" not in hook}
+            of_all = {name for name in found if name.startswith("val") or "epoch" in name}
+            expected = theirs.found[hook, epoch]
+            assert {name: found[name] for name in of_all} == pytest.approx({name: expected[name] for name in of_all})
+            assert set(expected) == set(metrics)

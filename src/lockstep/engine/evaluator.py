@@ -173,7 +173,13 @@ class Evaluator:
             return values
 
         values: dict[str, Any] = self._group.agree(compute, f"the whole-set metrics of {name}")
-        return values
+
+        def more() -> Any:
+            return whole.finish({**means, **values}, alone)
+
+        found = self._group.agree(more, f"the end of {name} on rank 0") if alone else more()
+        require_other_names(found, {**means, **values})
+        return {**values, **found}
 
     def evaluate_stream(
         self, measure: Measure, batches: Iterator[Any], count: Callable[[Any], int], expected: int | None, name: str

@@ -92,6 +92,10 @@ class EpochMetrics:
             _add(found, name, value)
         return found
 
+    def finish(self, values: Mapping[str, Any], alone: bool) -> dict[str, Any]:
+        """Called with all values of the set, on every rank or `alone` on rank 0. Returns further ones."""
+        return {}
+
     def tried(self, outputs: Mapping[str, Any]) -> dict[str, Any] | None:
         """Computes the metrics of a few examples, and makes sure that it does not matter which rank has them; None
         where so few have no value."""

@@ -66,6 +66,7 @@ class MetricAggregator:
         self._pending: Pending | None = None
         self._since_row = Totals()
         self.since_validation = Totals()
+        self.since_epoch: Totals | None = None  # where an adapter takes means over epochs
         self.latest: dict[str, Any] = {}  # the newest value of every metric
         self._busy_seconds = self._next_memory = 0.0
         self.learning_rates: dict[str, Any] = {}  # of the last step
@@ -244,6 +245,8 @@ class MetricAggregator:
         sums = added_up(each["sums"] for each in messages)
         self._since_row.add(sums)
         self.since_validation.add(sums)
+        if self.since_epoch is not None:
+            self.since_epoch.add(sums)
         self._group.activity.busy = busy
         self._note_memory()
         if self._metric_writer is not None:

@@ -14,6 +14,7 @@ from lockstep.checkpoint import codec
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
 from lockstep.evaluation.means import Mean
+from lockstep.record.meters import Totals
 from lockstep.tasks.callbacks import Callback
 
 
@@ -25,6 +26,7 @@ class Hooks(Callback):
         self._micro = 0  # micro-batches of the current step so far
         self._epoch_of: set[str] = set()  # names that were logged in training_step with on_epoch
         self._by_step: set[str] = set()
+        self._since_epoch = trainer.run._engine.aggregator.since_epoch = Totals()
         trainer.hooks = self
 
     def before_training(self, run: Run) -> None:
@@ -90,7 +92,8 @@ class Hooks(Callback):
         found: dict[str, Any] = {"loss": out["loss"]} if "loss" in out else {}
         trainer, whole = self._trainer, dict[str, str]()
         for name, logged in trainer.take().items():
-            (self._epoch_of if logged.on_epoch else self._by_step).add(name)
+            for names in [self._epoch_of] * logged.on_epoch + [self._by_step] * logged.on_step:
+                names.add(name)
             short = short_name(name, "train")
             if whole.setdefault(short, name) != name:
                 raise ConfigError(f"self.log: {name!r} and {whole[short]!r} are both train/{short}: rename one of them")
@@ -100,14 +103,7 @@ class Hooks(Callback):
 
     def after_validation(self, run: Run, metrics: dict[str, Any]) -> str | None:
         trainer = self._trainer
-        for name in self._epoch_of:
-            kind, _, last = f"train/{short_name(name, 'train')}".rpartition("/")
-            value = metrics.get(f"{kind}/epoch_{last}")
-            if value is not None:
-                for each in (name, f"{name}_epoch"):
-                    trainer.note(each, value)
-        for name, value in self._sets.names_of(metrics).items():
-            trainer.note(name, value)
+        self._sets.show(metrics)
         if any(each.startswith("val/") for each in metrics):
             trainer.validating = True
             trainer.call("on_validation_end")
@@ -120,6 +116,13 @@ class Hooks(Callback):
             given = run.gather((float(trainer.callback_metrics[name]), True), f"the logged {name}")
             if run.world_size > 1:
                 trainer.note(name, alike(name, given))
+        if self._epoch_of:
+            run._engine.aggregator.bring_together(run.progress)
+        means = self._since_epoch.take()
+        for name in sorted(self._epoch_of):
+            if (value := means.get(f"train/{short_name(name, 'train')}")) is not None:
+                for each in [name, f"{name}_epoch"][: 1 + (name in self._by_step)]:
+                    trainer.note(each, value)
         last = int(trainer.num_training_batches) - 1 if trainer.num_training_batches != float("inf") else 0
         trainer.step_schedulers("epoch", False, last)
         trainer.call("on_train_epoch_end")
@@ -150,11 +153,12 @@ class Hooks(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         names = {"epoch_of": sorted(self._epoch_of), "by_step": sorted(self._by_step)}
-        return {**self._trainer.state_dict(), "names": names}
+        return {**self._trainer.state_dict(), "names": names, "since_epoch": self._since_epoch.sums}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._trainer.load_state_dict(state)
         self._epoch_of, self._by_step = set(state["names"]["epoch_of"]), set(state["names"]["by_step"])
+        self._since_epoch.sums = state["since_epoch"]
 
 
 def _detached(value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lockstep.adapters.lightning.trainer import Trainer, alike, short_name
+from lockstep.adapters.lightning.trainer import Logged, Trainer, short_name
 from lockstep.errors import ConfigError
 from lockstep.evaluation.means import BatchMean, Mean, evaluating
 from lockstep.evaluation.metric_states import computed, plain, require_metrics, states_of
@@ -27,6 +27,8 @@ class Sets:
         self._kind, self._number, self._batch, self._is_open = "val", 0, 0, False
         self._metrics: dict[str, Any] = {}  # torchmetrics objects that were logged, by short name
         self._called: dict[str, str] = {}  # what the module calls a value, by its full name here
+        self._shown: dict[str, str] = {}  # full names by those that callbacks and schedulers know
+        self._last: Mapping[str, Any] = {}  # what the module logged of the last batch
 
     def begin(self, name: str = "") -> Sets:
         """Begins a set: `validation`, `test`, or `validation of 1`."""
@@ -71,46 +73,41 @@ class Sets:
         self._batch += 1
         found: dict[str, Any] = {}
         for name, logged in trainer.take().items():
-            short = self._short(name)
+            short = self._short(name, logged)
             if hasattr(logged.value, "compute"):
                 self._metrics[short] = logged.value
             elif logged.batch_size is None:
                 found[short] = BatchMean(logged.value)
             else:
                 found[short] = Mean(logged.value.double() * logged.batch_size, float(logged.batch_size))
+        self._last = found
         return found
 
-    def _short(self, name: str) -> str:
-        short = short_name(name, self._kind)
-        several = self._count > 1
-        full = f"{self._kind}/{self._number}/{short}" if several else f"{self._kind}/{short}"
-        shown = f"{name}/dataloader_idx_{self._number}" if several else name
-        if self._called.setdefault(full, shown) != shown:
+    def _short(self, name: str, logged: Logged) -> str:
+        short, end = short_name(name, self._kind), f"/dataloader_idx_{self._number}" if self._count > 1 else ""
+        full, end = self._full(short), end if logged.add_dataloader_idx else ""
+        if self._called.setdefault(full, name + end) != name + end:
             raise ConfigError(f"self.log: {name!r} and {self._called[full]!r} are both {full}: rename one of them")
+        for shown in [name + end, f"{name}_epoch{end}"][: logged.on_epoch + logged.on_step * logged.on_epoch]:
+            if self._shown.setdefault(shown, full) != full:
+                raise ConfigError(
+                    f"self.log: {shown!r} is both {self._shown[shown]} and {full}: rename one of them, or log it "
+                    "without add_dataloader_idx=False"
+                )
         return short
 
+    def _full(self, short: str) -> str:
+        return f"{self._kind}/{self._number}/{short}" if self._count > 1 else f"{self._kind}/{short}"
+
     def part(self) -> dict[str, Any]:
-        """Ends a set. Returns what this rank has for `computed`."""
-        trainer = self._trainer
-        trainer.take()
-        logged: dict[str, Any] = {}
+        """Returns what this rank has for `computed`."""
+        self._trainer.take()
         # A metric that is reset clears its lists in place.
         states = {
             name: [{key: copy.copy(state) for key, state in part.items()} for part in states_of(each)]
             for name, each in self._metrics.items()
         }
-        if self._number == self._count - 1:
-            with torch.no_grad(), evaluating([trainer.lightning_module]):
-                trainer.call(f"on_{self._word}_epoch_end")
-            for name, each in trainer.take().items():
-                value = each.value.compute() if hasattr(each.value, "compute") else each.value
-                logged[self._short(name)] = [float(value), each.sync_dist]
-            if self._kind == "test":
-                trainer.call("on_test_end")
-        for each in self._metrics.values():
-            each.reset()
-        self._is_open = trainer.sanity_checking = trainer.validating = trainer.testing = False
-        return {"states": states, "logged": logged}
+        return {"states": states}
 
     def computed(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Computes from what all ranks found."""
@@ -118,14 +115,29 @@ class Sets:
         for name, metric in self._metrics.items():
             apart = require_metrics({name: copy.deepcopy(metric)}, "self.log")[name]
             found[name] = plain(computed(apart, [part["states"].get(name, []) for part in parts]), name)
-        for name in parts[0]["logged"]:
-            found[name] = alike(name, [tuple(part["logged"][name]) for part in parts])
         return found
 
-    def names_of(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns metrics by the names that the module has for them."""
-        return {self._called.get(name, name): value for name, value in metrics.items()
-                if name.startswith("val/") and not isinstance(value, list)}  # fmt: skip
+    def finish(self, values: Mapping[str, Any], alone: bool) -> dict[str, Any]:
+        """Ends a set, whose values hooks find in callback_metrics. Returns what they log."""
+        trainer, found = self._trainer, dict[str, Any]()
+        self.show({self._full(name): each for name, each in values.items()})
+        if self._number == self._count - 1:
+            with torch.no_grad(), evaluating([trainer.lightning_module]):
+                trainer.call(f"on_{self._word}_epoch_end")
+            for name, each in trainer.take().items():
+                found[self._short(name, each)] = trainer.agreed(name, each, alone)
+            if self._kind == "test":
+                trainer.call("on_test_end")
+        for metric in self._metrics.values():
+            metric.reset()
+        self._is_open = trainer.sanity_checking = trainer.validating = trainer.testing = False
+        return found
+
+    def show(self, metrics: Mapping[str, Any]) -> None:
+        """Shows metrics to callbacks and schedulers, by the names that the module has for them."""
+        for shown, full in self._shown.items():
+            if not isinstance(metrics.get(full, []), list):
+                self._trainer.note(shown, metrics[full])
 
     # What else EpochMetrics has
 
@@ -139,4 +151,12 @@ class Sets:
         return {}
 
     def tried(self, outputs: Any) -> dict[str, Any]:
-        return self.computed([self.part()])
+        metrics = self._trainer.callback_metrics
+        before = dict(metrics)
+        means = {name: each.value if isinstance(each, BatchMean) else each.total / each.count
+                 for name, each in self._last.items()}  # fmt: skip
+        values = self.computed([self.part()])
+        values |= self.finish({**means, **values}, alone=True)
+        metrics.clear()
+        metrics.update(before)
+        return values

@@ -65,9 +65,11 @@ class Logged:
     """A value that a module logged: of the batch, or of a whole epoch."""
 
     value: Any
+    on_step: bool
     on_epoch: bool
     batch_size: int | None
     sync_dist: bool
+    add_dataloader_idx: bool
 
 
 class Trainer:
@@ -182,9 +184,11 @@ class Trainer:
             if value.numel() != 1:
                 raise ConfigError(f"self.log({name!r}): a value is a single number, got shape {list(value.shape)}")
             value = value.reshape(())
-            if not by_epoch:
-                self.note(name, value)
-        self.values[name] = Logged(value, by_epoch if on_epoch is None else on_epoch, batch_size, sync_dist)
+        step, epoch = not by_epoch if on_step is None else on_step, by_epoch if on_epoch is None else on_epoch
+        if step and not by_epoch:
+            for each in [name, f"{name}_step"][: 1 + epoch]:
+                self.note(each, value)
+        self.values[name] = Logged(value, step, epoch, batch_size, sync_dist, add_dataloader_idx)
 
     def take(self) -> dict[str, Logged]:
         """Returns what was logged since it was asked last."""
@@ -282,10 +286,12 @@ class Trainer:
             with self.within("lr_scheduler_step"):
                 self.lightning_module.lr_scheduler_step(each.scheduler, value)
 
-    def agreed(self, name: str, logged: Logged) -> float:
+    def agreed(self, name: str, logged: Logged, alone: bool = False) -> float:
         """Returns the value of a hook that is called once on every rank: the same everywhere, or with sync_dist the
-        mean over ranks."""
+        mean over ranks. `alone`, this rank decides."""
         value = logged.value.compute() if hasattr(logged.value, "compute") else logged.value
+        if alone:
+            return float(value)
         return alike(name, self.run.gather((float(value), logged.sync_dist), f"the logged {name}"))
 
     # State
