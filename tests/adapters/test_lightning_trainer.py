@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lightning
 import lit_modules
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 import torchmetrics
 import yaml
 from click.testing import CliRunner
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lit_modules import AutoEncoder, Digits
 from test_lightning import by_lightning, fitted, quiet  # noqa: F401
 from torch.utils.data import DataLoader, TensorDataset, random_split
@@ -278,3 +279,62 @@ if __name__ == "__main__":
             expected = theirs.found[hook, epoch]
             assert {name: found[name] for name in of_all} == pytest.approx({name: expected[name] for name in of_all})
             assert set(expected) == set(metrics)
+
+
+class Measures(AutoEncoder):
+    """Logs under names whose kind is not in them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("error", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        loss = F.mse_loss(self(batch[0]), batch[0])
+        self.log("val_loss", loss, on_step=True, on_epoch=True)
+        self.log(f"valid_{dataloader_idx}", loss, add_dataloader_idx=False)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("val_late", 5.0 - self.current_epoch)
+
+
+class TwoSets(Digits):
+    def val_dataloader(self) -> Any:
+        return [DataLoader(self.val, 7), DataLoader(self.train, 7)]
+
+
+@pytest.mark.parametrize(
+    ("monitor", "sets"),
+    [("error", 1), ("train_loss", 1), ("val_loss", 1), ("val_loss_epoch", 1), ("val_late", 1), ("valid_1", 2),
+     ("val_loss/dataloader_idx_1", 2)],
+)  # fmt: skip
+def test_checkpoints_are_judged_by_the_very_metric(monitor: str, sets: int, tmp_path: Path) -> None:
+    data, found = Digits if sets == 1 else TwoSets, []
+    for trained in (Measures(), Measures()):
+        keeps = ModelCheckpoint(tmp_path / "theirs" if not found else None, monitor=monitor, save_top_k=2)
+        if not found:
+            lightning.Trainer(
+                accelerator="cpu", max_epochs=3, callbacks=[keeps], logger=False, enable_progress_bar=False,
+                enable_model_summary=False,
+            ).fit(trained, data(10))  # fmt: skip
+        else:
+            outcome = fit(trained, data(10), max_epochs=3, callbacks=keeps, processes=1, runtime="cpu", out=tmp_path)
+        found.append((keeps.best_model_score, int(keeps.best_model_path.partition("step")[2][1:].partition(".")[0])))
+    assert found[1] == (pytest.approx(float(found[0][0]), rel=1e-5), found[0][1])
+    assert float(found[1][0]) == pytest.approx(outcome["best"]["value"]) and Path(keeps.best_model_path).is_dir()
+
+
+def test_without_a_monitor_the_newest_is_kept(tmp_path: Path) -> None:
+    keeps = ModelCheckpoint()
+    outcome = fitted(AutoEncoder(), tmp_path, callbacks=keeps)
+    assert keeps.best_model_path == f"{outcome['folder']}/checkpoints/step-00000018" and keeps.best_model_score is None
+    assert Path(keeps.best_model_path).is_dir()
+
+
+@pytest.mark.parametrize("callback", [ModelCheckpoint, EarlyStopping])
+@pytest.mark.parametrize("monitor", ["loss", "valid_loss", "val_los"])
+def test_a_monitor_that_does_not_exist_is_named_with_what_there_is(
+    callback: Any, monitor: str, tmp_path: Path
+) -> None:
+    with pytest.raises(lockstep.LockstepError, match=f"{monitor}.*train_loss.*val_loss"):
+        fitted(AutoEncoder(), tmp_path, callbacks=callback(monitor=monitor))

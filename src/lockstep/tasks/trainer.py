@@ -71,7 +71,8 @@ def _fit(run: Run, config: RunConfig, task: Task, own: UserCallbacks) -> dict[st
         own.after_validation,
     )  # fmt: skip
     scheduling = Scheduling(list(schedules.values()), validation)
-    checkpointing = Checkpointing(config.checkpoint, validation)
+    monitored = getattr(task, "monitored", None)  # what an adapter judges checkpoints by
+    checkpointing = Checkpointing(config.checkpoint, validation, monitored)
     run.register_state("validation", validation)
     own.register_state(run)
 
@@ -85,6 +86,7 @@ def _fit(run: Run, config: RunConfig, task: Task, own: UserCallbacks) -> dict[st
         for change in arguments.apply(optimizer, scheduler):
             logger.info(change)
     asked = metrics_asked_for(config, scheduling.monitors)
+    asked = [each for each in asked if monitored is None or each[0] != "checkpoint.keep.metric"]
     there, complete = _metric_names(run, measure, datasets, batch_size, collate, asked)
     open_ended = {"train": defines(task, "training_step"), "val": not complete}
     check_metrics(asked, there, [kind for kind, is_open in open_ended.items() if is_open])
@@ -111,7 +113,7 @@ def _fit(run: Run, config: RunConfig, task: Task, own: UserCallbacks) -> dict[st
         "status": "stopped early" if stopped else "completed",
         "reason": stopped,
         "metrics": {name: value for name, value in metrics.items() if not isinstance(value, list)},
-        "best": _best(validation.history, config),
+        "best": _best(validation.history, config) if monitored is None else monitored.best,
     }
 
 

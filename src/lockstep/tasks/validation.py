@@ -188,8 +188,12 @@ class Validation(Callback):
 class Checkpointing(Callback):
     """Saves the run every so often."""
 
-    def __init__(self, settings: Checkpoint, validation: Validation) -> None:
+    def __init__(
+        self, settings: Checkpoint, validation: Validation, monitored: Callable[[bool], float | None] | None = None
+    ) -> None:
+        """`monitored` returns the value that best is judged by, given whether the data was just measured."""
         self._keep, self._due, self._validation = settings.keep, Due(settings.every), validation
+        self._monitored = monitored
 
     def after_step(self, run: Run) -> str | None:
         if self._due.now(run.progress, run._engine.seconds_since_start):
@@ -201,6 +205,8 @@ class Checkpointing(Callback):
         measured = bool(latest) and self._validation.history[-1]["step"] == run.progress.step
         name = known_as(self._keep.metric, latest) if measured else None
         value = latest[name] if name is not None else None
+        if self._monitored is not None:
+            value = self._monitored(measured)
         last = run._engine.checkpointer.last
         if last is not None and (last.step, last.value) == (run.progress.step, value):
             return  # of this very state, or restored from there

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 import lockstep
@@ -86,6 +87,8 @@ def fit(
     own = module.configure_callbacks()
     every = [*given, *(own if isinstance(own, (list, tuple)) else [own])]
     package_of(module)
+    kept = [each for each in every if kind_of(each) == "ModelCheckpoint"]
+    named = "metric" in settings.get("checkpoint", {}).get("keep", {})  # which then counts
     epochs = None if max_epochs in (None, -1) else max_epochs
     steps = None if max_steps == -1 else max_steps
     if epochs is None and steps is None:
@@ -117,7 +120,7 @@ def fit(
         {
             "task": {"type": "lockstep.adapters.lightning:Module"}, "processes": processes, "train": train,
             "validate": {"every": _every(check_val_every_n_epoch, val_check_interval), **settings.pop("validate", {})},
-            "checkpoint": _merged(_checkpoint(every), settings.pop("checkpoint", {})), **settings,
+            "checkpoint": _merged(_checkpoint(kept), settings.pop("checkpoint", {})), **settings,
         }, {}, _CALLER,
     )  # fmt: skip
     plain = config.plain()
@@ -127,28 +130,31 @@ def fit(
     if isinstance(data, DataLoader) or val_dataloaders is not None or test_dataloaders is not None:
         data = Loaders(data, val_dataloaders, test_dataloaders)
     clips = (gradient_clip_val, gradient_clip_algorithm) if clips_itself else (None, None)
-    main = functools.partial(_train, module, data, given, config, clips, _Caller())
+    monitor = next(((each.monitor, each.mode) for each in kept if each.monitor is not None), None)
+    monitor = None if named else monitor
+    main = functools.partial(_train, module, data, given, config, clips, monitor, _Caller())
     main.__name__ = type(module).__name__.lower()  # type: ignore[attr-defined]
     outcome: dict[str, Any] = lockstep.launch(main, processes, out=out, folder=folder, **launched)[0]
     saved = Path(outcome["folder"]) / "checkpoints"
     if not outcome.pop("is_here") and saved.is_dir():
         _load(module, saved, outcome["step"])
-    for each in every:
-        if kind_of(each) == "ModelCheckpoint" and outcome["best"] is not None:
-            each.best_model_path = str(saved / f"step-{outcome['best']['step']:08d}")
-            each.best_model_score = outcome["best"]["value"]
+    for each in kept:
+        best = outcome["best"] if each.monitor is not None else {"step": outcome["step"], "value": None}
+        if best is not None and each.save_top_k:
+            each.best_model_path = str(saved / f"step-{best['step']:08d}")
+            each.best_model_score = None if best["value"] is None else torch.tensor(best["value"])
     return outcome
 
 
 def _train(
-    module: Any, data: Any, callbacks: Sequence[Any], config: RunConfig, clips: tuple[Any, Any], caller: _Caller,
-    run: Run,
+    module: Any, data: Any, callbacks: Sequence[Any], config: RunConfig, clips: tuple[Any, Any],
+    monitor: tuple[str, str] | None, caller: _Caller, run: Run,
 ) -> dict[str, Any]:  # fmt: skip
     """Trains on one rank."""
     splits = caller.is_here and run._engine.strategy.keeps_slices
     trained = copy.deepcopy(module) if splits else module  # placing a module changes its class and its parameters
     task = Module(trained, data, callbacks)
-    task.accumulates, task.clips, task.is_given = config.train.accumulate, clips, True
+    task.accumulates, task.clips, task.is_given, task.monitor = config.train.accumulate, clips, True, monitor
     task.begin(run, config)
     loader = task.loader("train_dataloader")
     sizes = {}
@@ -192,9 +198,8 @@ def _every(epochs: int | None, interval: int | float | None) -> str:
     return f"{epochs or 1} epochs"
 
 
-def _checkpoint(callbacks: Sequence[Any]) -> dict[str, Any]:
+def _checkpoint(found: Sequence[Any]) -> dict[str, Any]:
     """Returns the settings that a ModelCheckpoint stands for."""
-    found = [each for each in callbacks if kind_of(each) == "ModelCheckpoint"]
     if not found:
         return {}
     if len(found) > 1:
@@ -213,9 +218,8 @@ def _checkpoint(callbacks: Sequence[Any]) -> dict[str, Any]:
     keep: dict[str, Any] = {"best": 0}
     if each.monitor is not None and each.save_top_k > 0:
         kind = "train" if each.monitor.startswith("train") else "val"
-        last = short_name(each.monitor, kind)
-        keep = {"best": each.save_top_k, "mode": each.mode,
-                "metric": f"val/{last}" if kind == "val" else f"train/epoch_{last}"}  # fmt: skip
+        shown = f"{kind}/{'epoch_' * (kind == 'train')}{short_name(each.monitor, kind)}"  # as far as can be told yet
+        keep = {"best": each.save_top_k, "mode": each.mode, "metric": shown}
     return {"every": f"{steps} steps" if steps else f"{epochs or 1} epochs", "keep": keep}
 
 

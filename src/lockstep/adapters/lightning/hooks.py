@@ -18,11 +18,32 @@ from lockstep.record.meters import Totals
 from lockstep.tasks.callbacks import Callback
 
 
+class Monitored:
+    """The metric that a ModelCheckpoint compares, by the name under which the module logs it."""
+
+    def __init__(self, name: str, mode: str, trainer: Trainer, sets: Sets) -> None:
+        self._name, self._sign, self._trainer, self._sets = name, 1 if mode == "min" else -1, trainer, sets
+        self.best: dict[str, Any] | None = None
+
+    def __call__(self, measured: bool) -> float | None:
+        name, metrics, run = self._name, self._trainer.callback_metrics, self._trainer.run
+        if name not in metrics and measured and run.progress.epochs_done:
+            there = ", ".join(sorted(metrics)) or "none"
+            raise ConfigError(f"ModelCheckpoint(monitor={name!r}): there is no such metric. Logged are {there}")
+        if name not in metrics or (name in self._sets.shown and not measured):
+            return None
+        value = run.agree(float(metrics[name]), f"the monitored {name}")
+        if self.best is None or self._sign * value < self._sign * self.best["value"]:
+            metric = self._sets.shown.get(name, name)
+            self.best = {"metric": metric, "value": value, "step": run.progress.step}
+        return value
+
+
 class Hooks(Callback):
     """Calls the hooks of training, and computes a batch."""
 
-    def __init__(self, trainer: Trainer, sets: Sets) -> None:
-        self._trainer, self._sets = trainer, sets
+    def __init__(self, trainer: Trainer, sets: Sets, monitored: Monitored | None) -> None:
+        self._trainer, self._sets, self._monitored = trainer, sets, monitored
         self._micro = 0  # micro-batches of the current step so far
         self._epoch_of: set[str] = set()  # names that were logged in training_step with on_epoch
         self._by_step: set[str] = set()
@@ -153,12 +174,15 @@ class Hooks(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         names = {"epoch_of": sorted(self._epoch_of), "by_step": sorted(self._by_step)}
-        return {**self._trainer.state_dict(), "names": names, "since_epoch": self._since_epoch.sums}
+        best = self._monitored.best if self._monitored is not None else None
+        return {**self._trainer.state_dict(), "names": names, "since_epoch": self._since_epoch.sums, "best": best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._trainer.load_state_dict(state)
         self._epoch_of, self._by_step = set(state["names"]["epoch_of"]), set(state["names"]["by_step"])
         self._since_epoch.sums = state["since_epoch"]
+        if self._monitored is not None:
+            self._monitored.best = state["best"]
 
 
 def _detached(value: Any) -> Any:

@@ -27,7 +27,7 @@ class Sets:
         self._kind, self._number, self._batch, self._is_open = "val", 0, 0, False
         self._metrics: dict[str, Any] = {}  # torchmetrics objects that were logged, by short name
         self._called: dict[str, str] = {}  # what the module calls a value, by its full name here
-        self._shown: dict[str, str] = {}  # full names by those that callbacks and schedulers know
+        self.shown: dict[str, str] = {}  # full names by those that callbacks and schedulers know
         self._last: Mapping[str, Any] = {}  # what the module logged of the last batch
 
     def begin(self, name: str = "") -> Sets:
@@ -89,9 +89,9 @@ class Sets:
         if self._called.setdefault(full, name + end) != name + end:
             raise ConfigError(f"self.log: {name!r} and {self._called[full]!r} are both {full}: rename one of them")
         for shown in [name + end, f"{name}_epoch{end}"][: logged.on_epoch + logged.on_step * logged.on_epoch]:
-            if self._shown.setdefault(shown, full) != full:
+            if self.shown.setdefault(shown, full) != full:
                 raise ConfigError(
-                    f"self.log: {shown!r} is both {self._shown[shown]} and {full}: rename one of them, or log it "
+                    f"self.log: {shown!r} is both {self.shown[shown]} and {full}: rename one of them, or log it "
                     "without add_dataloader_idx=False"
                 )
         return short
@@ -135,7 +135,7 @@ class Sets:
 
     def show(self, metrics: Mapping[str, Any]) -> None:
         """Shows metrics to callbacks and schedulers, by the names that the module has for them."""
-        for shown, full in self._shown.items():
+        for shown, full in self.shown.items():
             if not isinstance(metrics.get(full, []), list):
                 self._trainer.note(shown, metrics[full])
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep.adapters.lightning.hooks import Hooks
+from lockstep.adapters.lightning.hooks import Hooks, Monitored
 from lockstep.adapters.lightning.refused import called, kind_of, overrides, package_of, require_supported
 from lockstep.adapters.lightning.sets import Sets
 from lockstep.adapters.lightning.trainer import Trainer, nothing, transferred
@@ -48,6 +48,8 @@ class Module(Task):
         self._loaders: dict[str, Any] = {}
         self._drawn_from: Any = None  # the states of random numbers at the first setup
         self.is_given = False  # by fit, which has made a config of ModelCheckpoint
+        self.monitor: tuple[str, str] | None = None  # name and mode of the metric that it compares
+        self.monitored: Monitored | None = None
 
     # The beginning
 
@@ -81,6 +83,8 @@ class Module(Task):
                         each.prepare_data()
                 run.barrier("the end of prepare_data")
         self.module_metrics = Sets(trainer)
+        if self.monitor is not None:
+            self.monitored = Monitored(*self.monitor, trainer, self.module_metrics)
 
     @property
     def trainer(self) -> Trainer:
@@ -115,7 +119,7 @@ class Module(Task):
         return made[0] if len(made) == 1 else {_entry(index): each for index, each in enumerate(made)}
 
     def callbacks(self) -> Sequence[Callback]:
-        return [] if self._trainer is None else [Hooks(self._trainer, self.module_metrics)]
+        return [] if self._trainer is None else [Hooks(self._trainer, self.module_metrics, self.monitored)]
 
     # Data
 
