@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lit_modules import AutoEncoder, Digits
 from test_lightning import by_lightning, fitted, quiet  # noqa: F401
-from torch.utils.data import DataLoader, TensorDataset, random_split
+from torch.utils.data import DataLoader, IterableDataset
 
 import lockstep
 from conftest import Project
@@ -101,8 +101,8 @@ class Lengths(AutoEncoder):
 @pytest.mark.parametrize(
     ("accumulate", "config", "lengths"),
     [
-        (1, {}, (18, 6)), (2, {}, (9, 6)), (1, {"train": {"overfit": 25}}, (9, 3)), (1, {"max_epochs": None, "max_steps": 7}, (7, 6)),
-        (2, {"train": {"limit": 25}}, (6, 4)),
+        (1, {}, (18, 6)), (2, {}, (9, 6)), (1, {"train": {"overfit": 25}}, (9, 3)),
+        (1, {"max_epochs": None, "max_steps": 7}, (7, 6)), (2, {"train": {"limit": 25}}, (6, 4)),
     ],
 )  # fmt: skip
 def test_lengths_are_those_of_the_steps_that_run(
@@ -244,7 +244,9 @@ def test_hooks_find_the_metrics_of_lightning(every: int, tmp_path: Path) -> None
     with pytest.raises(SystemExit):
         fitted(ours, tmp_path, **options)
     fitted(resumed, tmp_path, **options)
-    assert ours.found | resumed.found == {where: pytest.approx(found, rel=1e-5) for where, found in theirs.found.items()}
+    assert ours.found | resumed.found == {
+        where: pytest.approx(found, rel=1e-5) for where, found in theirs.found.items()
+    }
     assert len(theirs.found) == 8 + (0 if every == 2 else 2)
 
 
@@ -333,8 +335,67 @@ def test_without_a_monitor_the_newest_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("callback", [ModelCheckpoint, EarlyStopping])
 @pytest.mark.parametrize("monitor", ["loss", "valid_loss", "val_los"])
-def test_a_monitor_that_does_not_exist_is_named_with_what_there_is(
-    callback: Any, monitor: str, tmp_path: Path
-) -> None:
+def test_a_monitor_that_does_not_exist_is_named_with_what_there_is(callback: Any, monitor: str, tmp_path: Path) -> None:
     with pytest.raises(lockstep.LockstepError, match=f"{monitor}.*train_loss.*val_loss"):
         fitted(AutoEncoder(), tmp_path, callbacks=callback(monitor=monitor))
+
+
+class When(AutoEncoder):
+    """Notes after how many batches it is validated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at: list[int] = []
+
+    def on_validation_start(self) -> None:
+        if not self.trainer.sanity_checking and len(self.losses) not in self.at:
+            self.at.append(len(self.losses))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"val_check_interval": 3}, {"val_check_interval": 1}, {"val_check_interval": 0.5}, {"val_check_interval": 1.0},
+     {"val_check_interval": 4, "check_val_every_n_epoch": None}, {"check_val_every_n_epoch": 2},
+     {"val_check_interval": 2, "accumulate_grad_batches": 2}],
+    ids=str,
+)  # fmt: skip
+def test_validation_comes_after_the_batches_of_lightning(options: Any, tmp_path: Path) -> None:
+    theirs, ours, checks = When(), When(), [EarlyStopping("val_loss"), EarlyStopping("val_loss")]
+    by_lightning(theirs, 2, callbacks=checks[0], **options)
+    fitted(ours, tmp_path, epochs=2, callbacks=checks[1], **options)
+    assert ours.at == theirs.at and checks[0]._check_on_train_epoch_end == checks[1]._check_on_train_epoch_end
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"val_check_interval": 4}, "=4: an epoch has 6 batches, and each begins to count anew"),
+        ({"val_check_interval": 3, "accumulate_grad_batches": 2}, "no whole number of steps"),
+        ({"val_check_interval": 4, "check_val_every_n_epoch": None, "accumulate_grad_batches": 4}, "fewer than 4"),
+        ({"val_check_interval": 3, "check_val_every_n_epoch": 2}, "use 1 or None"),
+        ({"val_check_interval": 0.5, "check_val_every_n_epoch": None}, "give a number of batches"),
+    ],
+)
+def test_other_intervals_are_refused_by_name(options: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fitted(AutoEncoder(), tmp_path, **options)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        generator = torch.Generator().manual_seed(5)
+        return iter([(torch.randn(6, generator=generator), torch.tensor(0)) for _ in range(35)])
+
+
+@pytest.mark.parametrize("options", [{}, {"val_check_interval": 2}], ids=str)
+def test_a_stream_is_trained_on(options: Any, tmp_path: Path) -> None:
+    theirs, ours = When(), When()
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, **options,
+    )  # fmt: skip
+    trainer.fit(theirs, DataLoader(Stream(), 10), DataLoader(Stream(), 7))
+    fit(ours, DataLoader(Stream(), 10), DataLoader(Stream(), 7), max_epochs=2, processes=1, runtime="cpu",
+        out=tmp_path, **options)  # fmt: skip
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
+    assert ours.at == theirs.at

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ from torch.utils.data import DataLoader
 
 import lockstep
 from lockstep.adapters.lightning.refused import kind_of, overrides, package_of
-from lockstep.adapters.lightning.task import Module
+from lockstep.adapters.lightning.task import Module, several
 from lockstep.adapters.lightning.trainer import short_name
 from lockstep.checkpoint import reader
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.config.load import load_python, with_values
 from lockstep.config.schema import Reproducible, RunConfig, RunSettings
 from lockstep.data.source import makes_batches, taken
+from lockstep.data.stream_reader import is_stream
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
 from lockstep.strategy.slices import is_spread
@@ -119,7 +121,7 @@ def fit(
     config = load_python(
         {
             "task": {"type": "lockstep.adapters.lightning:Module"}, "processes": processes, "train": train,
-            "validate": {"every": _every(check_val_every_n_epoch, val_check_interval), **settings.pop("validate", {})},
+            "validate": {"every": f"{check_val_every_n_epoch or 1} epochs", **settings.pop("validate", {})},
             "checkpoint": _merged(_checkpoint(kept), settings.pop("checkpoint", {})), **settings,
         }, {}, _CALLER,
     )  # fmt: skip
@@ -130,9 +132,9 @@ def fit(
     if isinstance(data, DataLoader) or val_dataloaders is not None or test_dataloaders is not None:
         data = Loaders(data, val_dataloaders, test_dataloaders)
     clips = (gradient_clip_val, gradient_clip_algorithm) if clips_itself else (None, None)
-    monitor = next(((each.monitor, each.mode) for each in kept if each.monitor is not None), None)
-    monitor = None if named else monitor
-    main = functools.partial(_train, module, data, given, config, clips, monitor, _Caller())
+    monitor = next(((each.monitor, each.mode) for each in kept if each.monitor is not None and not named), None)
+    interval = 1.0 if val_check_interval is None else val_check_interval, check_val_every_n_epoch
+    main = functools.partial(_train, module, data, given, config, clips, interval, monitor, _Caller())
     main.__name__ = type(module).__name__.lower()  # type: ignore[attr-defined]
     outcome: dict[str, Any] = lockstep.launch(main, processes, out=out, folder=folder, **launched)[0]
     saved = Path(outcome["folder"]) / "checkpoints"
@@ -148,21 +150,28 @@ def fit(
 
 def _train(
     module: Any, data: Any, callbacks: Sequence[Any], config: RunConfig, clips: tuple[Any, Any],
-    monitor: tuple[str, str] | None, caller: _Caller, run: Run,
+    interval: tuple[int | float, int | None], monitor: tuple[str, str] | None, caller: _Caller, run: Run,
 ) -> dict[str, Any]:  # fmt: skip
     """Trains on one rank."""
     splits = caller.is_here and run._engine.strategy.keeps_slices
     trained = copy.deepcopy(module) if splits else module  # placing a module changes its class and its parameters
     task = Module(trained, data, callbacks)
-    task.accumulates, task.clips, task.is_given, task.monitor = config.train.accumulate, clips, True, monitor
+    task.accumulates, task.clips, task.is_given = config.train.accumulate, clips, True
+    task.asked = {"val_check_interval": interval[0], "check_val_every_n_epoch": interval[1]}
+    task.monitor = monitor
     task.begin(run, config)
     loader = task.loader("train_dataloader")
-    sizes = {}
+    sizes: dict[str, Any] = {}
     if makes_batches(loader):
         size = taken(loader, config.seed).batch_size
         sizes = {"train.batch_size": size * config.train.accumulate, "data.drop_last": bool(loader.drop_last)}
-    val = task.loader("val_dataloader")
-    first = val[0] if isinstance(val, (list, tuple)) and val else val
+    if is_stream(getattr(loader, "dataset", loader)):
+        sizes["data.shuffle"] = False
+    if isinstance(interval[0], int) or interval[0] != 1.0:
+        sizes["validate.every"] = _every(
+            *interval, _batches(loader, with_values(config, sizes)), config.train.accumulate
+        )
+    first: Any = next(iter(several(task.loader("val_dataloader"))), None)
     if makes_batches(first):
         sizes["validate.batch_size"] = taken(first, config.seed, False).batch_size
     found = trainer.fit(run, with_values(config, sizes), task)
@@ -190,12 +199,33 @@ def _give(module: Any, weights: Mapping[str, Any]) -> None:
     module.load_state_dict(weights)
 
 
-def _every(epochs: int | None, interval: int | float | None) -> str:
-    if isinstance(interval, int) and interval != 1:
-        return f"{interval} steps"
-    if interval not in (None, 1.0):
-        raise ConfigError(f"{_CALLER}: val_check_interval={interval}: give a number of steps, as an int")
-    return f"{epochs or 1} epochs"
+def _batches(loader: Any, config: RunConfig) -> int | None:
+    """Returns how many batches an epoch has, if that is known."""
+    if is_stream(getattr(loader, "dataset", loader)):
+        return None
+    source = taken(loader, config.seed) if makes_batches(loader) else None
+    limits = [each for each in (config.train.limit, config.train.overfit) if each is not None]
+    examples = min([len(loader) if source is None else source.order.length, *limits])  # type: ignore[union-attr]
+    size = config.train.batch_size // config.train.accumulate
+    return examples // size if config.data.drop_last else math.ceil(examples / size)
+
+
+def _every(interval: int | float, epochs: int | None, batches: int | None, accumulate: int) -> str:
+    """Returns when to validate. Lightning counts batches: of each epoch, or of all without check_val_every_n_epoch."""
+    count = interval if isinstance(interval, int) else max(1, int((batches or 0) * interval))
+    uneven = f"an epoch has {batches} batches, and each begins to count anew"
+    wrong = (
+        "give a number of batches, as an int" if isinstance(interval, float) and not (batches and epochs)
+        else f"with check_val_every_n_epoch={epochs}: use 1 or None" if epochs not in (1, None)
+        else f"is no whole number of steps with accumulate_grad_batches={accumulate}" if count % accumulate
+        else f"{uneven}: use a part of that, or check_val_every_n_epoch=None" if epochs and (batches or 0) % count
+        else f"the last step of an epoch has fewer than {accumulate} batches: leave out check_val_every_n_epoch=None"
+        if (batches or 0) % accumulate
+        else None
+    )  # fmt: skip
+    if wrong is not None:
+        raise ConfigError(f"{_CALLER}: val_check_interval={interval}: {wrong}")
+    return f"{count // accumulate} steps"
 
 
 def _checkpoint(found: Sequence[Any]) -> dict[str, Any]:

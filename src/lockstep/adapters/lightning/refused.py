@@ -97,3 +97,21 @@ def kind_of(callback: Any) -> str | None:
 
 class NotSupported(ConfigError, AttributeError):
     """A member of Lightning's Trainer that Lockstep does not have."""
+
+
+class Added(dict[str, Any]):
+    """What on_save_checkpoint adds to a checkpoint."""
+
+    _SAVED_ANYWAY = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", "loops", "hyper_parameters")
+
+    def __missing__(self, name: str) -> Any:
+        if name not in self._SAVED_ANYWAY:
+            raise KeyError(name)
+        raise ConfigError(
+            f"on_save_checkpoint, on_load_checkpoint: checkpoint[{name!r}]: Lockstep saves weights, optimizers and "
+            "callbacks itself: keep your own values under other names"
+        )
+
+    def check(self) -> None:
+        for name in filter(self.__contains__, self._SAVED_ANYWAY):
+            self.__missing__(name)

@@ -26,6 +26,7 @@ from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import generator_states, set_generator_states
 from lockstep.tasks.callbacks import Callback
+from lockstep.tasks.schedules import RunLength
 from lockstep.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class Module(Task):
         self.clips: tuple[float | None, str | None] = None, None  # by value, or in configure_gradient_clipping
         self._loaders: dict[str, Any] = {}
         self._drawn_from: Any = None  # the states of random numbers at the first setup
+        self.asked: dict[str, Any] = {}  # arguments of Lightning's Trainer that it shows as they were given
         self.is_given = False  # by fit, which has made a config of ModelCheckpoint
         self.monitor: tuple[str, str] | None = None  # name and mode of the metric that it compares
         self.monitored: Monitored | None = None
@@ -73,6 +75,7 @@ class Module(Task):
         trainer = self._trainer = Trainer(module, datamodule, called(every), run, config)
         if self.clips[0] is not None:
             trainer.gradient_clip_val, trainer.gradient_clip_algorithm = self.clips
+        vars(trainer).update(self.asked)
         self.loads, trainer.loader = _loads_data(datamodule, module), self.loader
         for each in (datamodule, module):
             if each is not None and overrides(each, "prepare_data"):
@@ -97,7 +100,11 @@ class Module(Task):
     def model(self) -> nn.Module | Mapping[str, nn.Module]:
         """The module; of several optimizers, each but the first has an entry without parameters."""
         trainer = self.trainer
-        trainer.length = vars(self)["_length"]
+        length: RunLength = vars(self)["_length"]
+        if length.steps is not None:
+            trainer.estimated_stepping_batches = length.steps
+        if length.per_epoch is not None:
+            trainer.num_training_batches = length.per_epoch * trainer.accumulate_grad_batches
         trainer.lightning_module.configure_model()
         optimizers = trainer.configure()
         strategy = trainer.run._engine.strategy
@@ -168,10 +175,10 @@ class Module(Task):
         def order(epoch: int, seed: int, count: int) -> Any:
             of: Any = source.order
             if count != of.count:  # of a part of the data
-                of = _PLAIN[of.name](count, seed) if of.name in _PLAIN else None
-            if of is None:
-                raise ConfigError("train.limit, data.split: the DataLoader has its own sampler, which knows no parts")
-            return of.at(epoch, np.arange(of.length))  # type: ignore[no-any-return]
+                if of.name not in _PLAIN:
+                    raise ConfigError("train.limit, data.split: the DataLoader's sampler knows nothing of parts")
+                of = _PLAIN[of.name](count, seed)
+            return of.at(epoch, np.arange(of.length))
 
         vars(self).update(order=order, order_repeats=True)
         return source.dataset
@@ -191,12 +198,8 @@ class Module(Task):
         made = self.loader(name) if overrides(self.trainer.lightning_module, step) else None
         if made is None:
             return None, None
-        several = made.values() if isinstance(made, Mapping) else made if isinstance(made, (list, tuple)) else [made]
-        loaders = list(several)
-        if not loaders:
-            return None, None
-        sets = {str(index): self._examples(each) for index, each in enumerate(loaders)}
-        return (sets["0"] if len(sets) == 1 else sets), made
+        sets = {str(index): self._examples(each) for index, each in enumerate(several(made))}
+        return (None if not sets else sets["0"] if len(sets) == 1 else sets), made
 
     def _examples(self, loader: Any) -> Any:
         if not makes_batches(loader):
@@ -256,9 +259,15 @@ def _entry(index: int) -> str:
     return "module" if index == 0 else f"optimizer {index + 1}"
 
 
-def _lengths(loaders: Any) -> list[int]:
-    several = loaders if isinstance(loaders, (list, tuple)) else [] if loaders is None else [loaders]
-    return [len(each) for each in several if hasattr(each, "__len__")]
+def several(loaders: Any) -> list[Any]:
+    if isinstance(loaders, Mapping):
+        return list(loaders.values())
+    return list(loaders) if isinstance(loaders, (list, tuple)) else [] if loaders is None else [loaders]
+
+
+def _lengths(loaders: Any) -> list[int | float]:
+    streams = [is_stream(getattr(each, "dataset", each)) for each in several(loaders)]
+    return [float("inf") if stream else len(each) for each, stream in zip(several(loaders), streams, strict=True)]
 
 
 class _Examples(Dataset[Any]):

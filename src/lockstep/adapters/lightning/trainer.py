@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.adapters.lightning.refused import NotSupported, of_lightning, overrides, package_of
+from lockstep.adapters.lightning.refused import Added, NotSupported, of_lightning, overrides, package_of
 from lockstep.config.schema import RunConfig
 from lockstep.engine.run import Run
 from lockstep.engine.stepper import needs_closure
 from lockstep.errors import ConfigError
-from lockstep.tasks.schedules import RunLength
 
 # The hooks in which Lightning takes a logged value for one of a step; in others it is one of an epoch.
 _OF_STEPS = {
@@ -29,10 +28,6 @@ _OF_STEPS = {
 
 
 _STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
-
-
-def _or_inf(count: int | None) -> int | float:
-    return float("inf") if count is None else count
 
 
 # Members of Lightning's Trainer that are computed when they are asked for.
@@ -48,10 +43,6 @@ _ASKED: dict[str, Callable[[Any], Any]] = {
     "num_devices": lambda self: self.run.world_size,
     "accumulate_grad_batches": lambda self: self.config.train.accumulate,
     "train_dataloader": lambda self: self.loader("train_dataloader"),
-    "estimated_stepping_batches": lambda self: _or_inf(self.length and self.length.steps),
-    "num_training_batches": lambda self: _or_inf(
-        self.length and self.length.per_epoch and self.length.per_epoch * self.accumulate_grad_batches
-    ),
     "precision": lambda self: self.config.train.precision,
     "check_val_every_n_epoch": lambda self: self._every("epoch", None),
     "val_check_interval": lambda self: self._every("step", 1.0),
@@ -93,8 +84,8 @@ class Trainer:
         self.state = types.SimpleNamespace(fn=states.TrainerFn.FITTING, stage=states.RunningStage.TRAINING)
         self.fast_dev_run = self.barebones = False
         self.progress_bar_callback = self.ckpt_path = self.min_epochs = None
-        self.num_val_batches, self.num_test_batches = list[int](), list[int]()
-        self.length: RunLength | None = None
+        self.num_val_batches, self.num_test_batches = list[int | float](), list[int | float]()
+        self.estimated_stepping_batches = self.num_training_batches = float("inf")
         self.loader: Any = None  # returns what train_dataloader and so on return
         self.val_dataloaders: Any = None
         self.global_step = 0  # optimizer steps, as Lightning counts them
@@ -290,20 +281,19 @@ class Trainer:
         """Returns the value of a hook that is called once on every rank: the same everywhere, or with sync_dist the
         mean over ranks. `alone`, this rank decides."""
         value = logged.value.compute() if hasattr(logged.value, "compute") else logged.value
-        if alone:
-            return float(value)
-        return alike(name, self.run.gather((float(value), logged.sync_dist), f"the logged {name}"))
+        mine = float(value), logged.sync_dist
+        return alike(name, [mine] if alone else self.run.gather(mine, f"the logged {name}"))
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        checkpoint, callbacks = _Checkpoint(epoch=self.current_epoch, global_step=self.global_step), dict[str, Any]()
+        checkpoint, callbacks = Added(epoch=self.current_epoch, global_step=self.global_step), dict[str, Any]()
         for each in self.callbacks:
-            if (saved := getattr(each, "state_dict", dict)()) and callbacks.setdefault(each.state_key, saved) is not saved:
-                raise ConfigError(f"callbacks: two have the state_key {each.state_key!r}: give each a state_key of its own")
+            saved: Any = getattr(each, "state_dict", dict)()
+            if saved and callbacks.setdefault(each.state_key, saved) is not saved:
+                raise ConfigError(f"callbacks: two have the state_key {each.state_key!r}: give each its own")
         self.call("on_save_checkpoint", checkpoint)
-        for name in filter(checkpoint.__contains__, _SAVED_ANYWAY):
-            checkpoint.__missing__(name)
+        checkpoint.check()
         return {
             "global_step": self.global_step,
             "should_stop": self.should_stop,
@@ -320,27 +310,12 @@ class Trainer:
             self.note(name, value)
         for each, saved in zip(self.lr_scheduler_configs, state["schedulers"], strict=True):
             each.scheduler.load_state_dict(saved)
-        self.call("on_load_checkpoint", _Checkpoint(state["checkpoint"]))
+        self.call("on_load_checkpoint", Added(state["checkpoint"]))
         for each in self.callbacks:
             if (saved := state["callbacks"].get(getattr(each, "state_key", None))) is not None:
                 each.load_state_dict(saved)
         if state["datamodule"]:
             self.datamodule.load_state_dict(state["datamodule"])
-
-
-_SAVED_ANYWAY = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", "loops", "hyper_parameters")
-
-
-class _Checkpoint(dict[str, Any]):
-    """What on_save_checkpoint adds to a checkpoint."""
-
-    def __missing__(self, name: str) -> Any:
-        if name not in _SAVED_ANYWAY:
-            raise KeyError(name)
-        raise ConfigError(
-            f"on_save_checkpoint, on_load_checkpoint: checkpoint[{name!r}]: Lockstep saves weights, optimizers and "
-            "callbacks itself: keep your own values under other names"
-        )
 
 
 class _Strategy:
