@@ -10,6 +10,7 @@ from typing import Any
 import lightning
 import lit_modules
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 import torchmetrics
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lockstep
 from conftest import Project
-from lockstep.adapters.lightning import fit
+from lockstep.adapters.lightning import Module, fit
 from lockstep.cli import main
 from lockstep.errors import ConfigError
 
@@ -259,7 +260,7 @@ import json, sys
 sys.path[:0] = {sys.path!r}
 from pathlib import Path
 from lit_modules import Digits
-from lockstep.adapters.lightning import fit
+from lockstep.adapters.lightning import Module, fit
 from test_lightning_trainer import Looks
 
 class Noted(Looks):
@@ -399,3 +400,16 @@ def test_a_stream_is_trained_on(options: Any, tmp_path: Path) -> None:
         out=tmp_path, **options)  # fmt: skip
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
     assert ours.at == theirs.at
+
+
+def test_commands_say_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="neither be planned nor exported as a program: write a Task"):
+        Module(AutoEncoder(), Digits()).train_data()
+    module = AutoEncoder()
+    folder = fitted(module, tmp_path, epochs=1)["folder"]
+    result = CliRunner().invoke(main, ["evaluate", folder])
+    assert result.exit_code == 2 and "lockstep export RUN --to safetensors" in result.output, result.output
+    weights = str(tmp_path / "weights.safetensors")
+    result = CliRunner().invoke(main, ["export", folder, "--to", "safetensors", "--out", weights])
+    assert result.exit_code == 0, result.output
+    AutoEncoder().load_state_dict(safetensors.torch.load_file(weights))

@@ -40,7 +40,7 @@ def run_folder_of(given: Path | Url, needs_task: bool = True) -> Path:
         script = (given / "script.json").exists() or (given / "checkpoints").is_dir()
         why = (
             "this run belongs to a script with a custom loop: load its weights there with run.load_weights(folder, "
-            "step), and call run.evaluate"
+            "step), and call run.evaluate; or write them to a file with lockstep export RUN --to safetensors"
             if script
             else "it holds no config.yaml, so it is not the folder of a run"
         )

@@ -76,7 +76,7 @@ class Module(Task):
         if self.clips[0] is not None:
             trainer.gradient_clip_val, trainer.gradient_clip_algorithm = self.clips
         vars(trainer).update(self.asked)
-        self.loads, trainer.loader = _loads_data(datamodule, module), self.loader
+        trainer.loads, trainer.loader = _loads_data(datamodule, module), self.loader
         for each in (datamodule, module):
             if each is not None and overrides(each, "prepare_data"):
                 with run.working("prepare_data", run._engine.settings.timeouts.collective):
@@ -92,7 +92,10 @@ class Module(Task):
     @property
     def trainer(self) -> Trainer:
         if self._trainer is None:
-            raise RuntimeError("a LightningModule is made on the ranks")
+            raise ConfigError(
+                "task: a LightningModule is made by the ranks of a run, so it can neither be planned nor exported as a "
+                "program: write a Task with its model and loss; lockstep export --to safetensors has its weights"
+            )
         return self._trainer
 
     # Model and optimizers
@@ -132,11 +135,12 @@ class Module(Task):
 
     def loader(self, name: str) -> Any:
         """Returns what `train_dataloader` and so on return, asked once: a loader belongs to its generator."""
+        loads = self.trainer.loads
         if name not in self._loaders:
-            there = overrides(self.loads, name)
+            there = overrides(loads, name)
             if there:
                 self._set_up(_STAGES[name])
-            self._loaders[name] = getattr(self.loads, name)() if there else None
+            self._loaders[name] = getattr(loads, name)() if there else None
         return self._loaders[name]
 
     def _set_up(self, stage: str) -> None:

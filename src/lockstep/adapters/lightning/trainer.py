@@ -86,7 +86,8 @@ class Trainer:
         self.progress_bar_callback = self.ckpt_path = self.min_epochs = None
         self.num_val_batches, self.num_test_batches = list[int | float](), list[int | float]()
         self.estimated_stepping_batches = self.num_training_batches = float("inf")
-        self.loader: Any = None  # returns what train_dataloader and so on return
+        self.loads: Any = None  # what has train_dataloader
+        self.loader: Any = None  # returns what it and others return
         self.val_dataloaders: Any = None
         self.global_step = 0  # optimizer steps, as Lightning counts them
         self.values: dict[str, Logged] = {}  # logged in the current hook, or batch
