@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -131,34 +130,34 @@ def fit(
     launched["checkpoint"] = {name: each for name, each in plain["checkpoint"].items() if name != "every"}
     if isinstance(data, DataLoader) or val_dataloaders is not None or test_dataloaders is not None:
         data = Loaders(data, val_dataloaders, test_dataloaders)
-    clips = (gradient_clip_val, gradient_clip_algorithm) if clips_itself else (None, None)
+    interval = 1.0 if val_check_interval is None else val_check_interval
+    asked: dict[str, Any] = {"val_check_interval": interval, "check_val_every_n_epoch": check_val_every_n_epoch}
+    if clips_itself and gradient_clip_val is not None:
+        asked |= {"gradient_clip_val": gradient_clip_val, "gradient_clip_algorithm": gradient_clip_algorithm}
     monitor = next(((each.monitor, each.mode) for each in kept if each.monitor is not None and not named), None)
-    interval = 1.0 if val_check_interval is None else val_check_interval, check_val_every_n_epoch
-    main = functools.partial(_train, module, data, given, config, clips, interval, monitor, _Caller())
+    main = functools.partial(_train, module, data, given, config, asked, monitor, _Caller())
     main.__name__ = type(module).__name__.lower()  # type: ignore[attr-defined]
     outcome: dict[str, Any] = lockstep.launch(main, processes, out=out, folder=folder, **launched)[0]
     saved = Path(outcome["folder"]) / "checkpoints"
     if not outcome.pop("is_here") and saved.is_dir():
         _load(module, saved, outcome["step"])
     for each in kept:
-        best = outcome["best"] if each.monitor is not None else {"step": outcome["step"], "value": None}
+        best = outcome["best"] if each.monitor is not None else {"step": outcome["step"]}
         if best is not None and each.save_top_k:
             each.best_model_path = str(saved / f"step-{best['step']:08d}")
-            each.best_model_score = None if best["value"] is None else torch.tensor(best["value"])
+            each.best_model_score = torch.tensor(best["value"]) if "value" in best else None
     return outcome
 
 
 def _train(
-    module: Any, data: Any, callbacks: Sequence[Any], config: RunConfig, clips: tuple[Any, Any],
-    interval: tuple[int | float, int | None], monitor: tuple[str, str] | None, caller: _Caller, run: Run,
+    module: Any, data: Any, callbacks: Sequence[Any], config: RunConfig, asked: Mapping[str, Any],
+    monitor: tuple[str, str] | None, caller: _Caller, run: Run,
 ) -> dict[str, Any]:  # fmt: skip
     """Trains on one rank."""
     splits = caller.is_here and run._engine.strategy.keeps_slices
     trained = copy.deepcopy(module) if splits else module  # placing a module changes its class and its parameters
     task = Module(trained, data, callbacks)
-    task.accumulates, task.clips, task.is_given = config.train.accumulate, clips, True
-    task.asked = {"val_check_interval": interval[0], "check_val_every_n_epoch": interval[1]}
-    task.monitor = monitor
+    task.accumulates, task.asked, task.monitor, task.is_given = config.train.accumulate, asked, monitor, True
     task.begin(run, config)
     loader = task.loader("train_dataloader")
     sizes: dict[str, Any] = {}
@@ -167,10 +166,8 @@ def _train(
         sizes = {"train.batch_size": size * config.train.accumulate, "data.drop_last": bool(loader.drop_last)}
     if is_stream(getattr(loader, "dataset", loader)):
         sizes["data.shuffle"] = False
-    if isinstance(interval[0], int) or interval[0] != 1.0:
-        sizes["validate.every"] = _every(
-            *interval, _batches(loader, with_values(config, sizes)), config.train.accumulate
-        )
+    if isinstance(asked["val_check_interval"], int) or asked["val_check_interval"] != 1.0:
+        sizes["validate.every"] = _every(loader, with_values(config, sizes), **asked)
     first: Any = next(iter(several(task.loader("val_dataloader"))), None)
     if makes_batches(first):
         sizes["validate.batch_size"] = taken(first, config.seed, False).batch_size
@@ -199,32 +196,30 @@ def _give(module: Any, weights: Mapping[str, Any]) -> None:
     module.load_state_dict(weights)
 
 
-def _batches(loader: Any, config: RunConfig) -> int | None:
-    """Returns how many batches an epoch has, if that is known."""
-    if is_stream(getattr(loader, "dataset", loader)):
-        return None
-    source = taken(loader, config.seed) if makes_batches(loader) else None
-    limits = [each for each in (config.train.limit, config.train.overfit) if each is not None]
-    examples = min([len(loader) if source is None else source.order.length, *limits])  # type: ignore[union-attr]
-    size = config.train.batch_size // config.train.accumulate
-    return examples // size if config.data.drop_last else math.ceil(examples / size)
-
-
-def _every(interval: int | float, epochs: int | None, batches: int | None, accumulate: int) -> str:
+def _every(
+    loader: Any, config: RunConfig, val_check_interval: int | float, check_val_every_n_epoch: int | None, **asked: Any
+) -> str:
     """Returns when to validate. Lightning counts batches: of each epoch, or of all without check_val_every_n_epoch."""
-    count = interval if isinstance(interval, int) else max(1, int((batches or 0) * interval))
-    uneven = f"an epoch has {batches} batches, and each begins to count anew"
+    limits, batches = config.train, 0  # of a stream nobody knows
+    if not is_stream(getattr(loader, "dataset", loader)):
+        source: Any = taken(loader, config.seed) if makes_batches(loader) else None
+        examples = len(loader) if source is None else source.order.length
+        examples = min(each for each in (examples, limits.limit, limits.overfit) if each is not None)
+        whole, rest = divmod(examples, limits.batch_size // limits.accumulate)
+        batches = whole + bool(rest and not config.data.drop_last)
+    given, epochs, accumulate = val_check_interval, check_val_every_n_epoch, limits.accumulate
+    count = given if isinstance(given, int) else max(1, int(batches * given))
     wrong = (
-        "give a number of batches, as an int" if isinstance(interval, float) and not (batches and epochs)
+        "give a number of batches, as an int" if isinstance(given, float) and not (batches and epochs)
         else f"with check_val_every_n_epoch={epochs}: use 1 or None" if epochs not in (1, None)
         else f"is no whole number of steps with accumulate_grad_batches={accumulate}" if count % accumulate
-        else f"{uneven}: use a part of that, or check_val_every_n_epoch=None" if epochs and (batches or 0) % count
-        else f"the last step of an epoch has fewer than {accumulate} batches: leave out check_val_every_n_epoch=None"
-        if (batches or 0) % accumulate
+        else f"an epoch has {batches} batches, and each begins to count anew: use a part of that, or "
+        "check_val_every_n_epoch=None" if epochs and batches % count
+        else f"the last step of an epoch has fewer than {accumulate} batches" if batches % accumulate
         else None
     )  # fmt: skip
     if wrong is not None:
-        raise ConfigError(f"{_CALLER}: val_check_interval={interval}: {wrong}")
+        raise ConfigError(f"{_CALLER}: val_check_interval={given}: {wrong}")
     return f"{count // accumulate} steps"
 
 

@@ -137,8 +137,7 @@ class Hooks(Callback):
             given = run.gather((float(trainer.callback_metrics[name]), True), f"the logged {name}")
             if run.world_size > 1:
                 trainer.note(name, alike(name, given))
-        if self._epoch_of:
-            run._engine.aggregator.bring_together(run.progress)
+        run._engine.aggregator.bring_together(run.progress)
         means = self._since_epoch.take()
         for name in sorted(self._epoch_of):
             if (value := means.get(f"train/{short_name(name, 'train')}")) is not None:

@@ -45,10 +45,9 @@ class Module(Task):
         self._given = module, data, callbacks
         self._trainer: Trainer | None = None
         self.accumulates = 1  # batches of the DataLoader that a step adds up, as fit(accumulate_grad_batches=...) says
-        self.clips: tuple[float | None, str | None] = None, None  # by value, or in configure_gradient_clipping
         self._loaders: dict[str, Any] = {}
         self._drawn_from: Any = None  # the states of random numbers at the first setup
-        self.asked: dict[str, Any] = {}  # arguments of Lightning's Trainer that it shows as they were given
+        self.asked: Mapping[str, Any] = {}  # arguments of Lightning's Trainer that it shows as they were given
         self.is_given = False  # by fit, which has made a config of ModelCheckpoint
         self.monitor: tuple[str, str] | None = None  # name and mode of the metric that it compares
         self.monitored: Monitored | None = None
@@ -73,8 +72,6 @@ class Module(Task):
                 "configure_gradient_clipping: remove one of them"
             )
         trainer = self._trainer = Trainer(module, datamodule, called(every), run, config)
-        if self.clips[0] is not None:
-            trainer.gradient_clip_val, trainer.gradient_clip_algorithm = self.clips
         vars(trainer).update(self.asked)
         trainer.loads, trainer.loader = _loads_data(datamodule, module), self.loader
         for each in (datamodule, module):
