@@ -341,6 +341,19 @@ def test_a_monitor_that_does_not_exist_is_named_with_what_there_is(callback: Any
         fitted(AutoEncoder(), tmp_path, callbacks=callback(monitor=monitor))
 
 
+def test_validation_loaders_may_have_names(tmp_path: Path) -> None:
+    class Named(TwoSets):
+        def val_dataloader(self) -> Any:
+            return dict(zip("ab", super().val_dataloader(), strict=True))
+
+    found = []
+    for data in (TwoSets, Named):
+        module = Measures()
+        fit(module, data(10), max_epochs=1, processes=1, runtime="cpu", out=tmp_path)
+        found.append({name: float(value) for name, value in module.trainer.callback_metrics.items()})
+    assert found[0] == found[1] and {"val_loss/dataloader_idx_1", "val_loss_epoch/dataloader_idx_0"} < set(found[0])
+
+
 class When(AutoEncoder):
     """Notes after how many batches it is validated."""
 

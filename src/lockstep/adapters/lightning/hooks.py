@@ -133,7 +133,8 @@ class Hooks(Callback):
 
     def after_epoch(self, run: Run) -> str | None:
         trainer = self._trainer
-        for name in sorted(self._by_step - self._epoch_of):  # of the last batch: the same on all ranks
+        for each in sorted(self._by_step):  # of the last batch: the same on all ranks
+            name = f"{each}_step" if each in self._epoch_of else each
             given = run.gather((float(trainer.callback_metrics[name]), True), f"the logged {name}")
             if run.world_size > 1:
                 trainer.note(name, alike(name, given))
