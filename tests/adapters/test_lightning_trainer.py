@@ -36,8 +36,8 @@ class Staged(Digits):
         parts = random_split(inputs, [30, 10])
         if stage == "fit":
             self.train, self.val = parts
-        if stage == "validate":
-            self.val = parts[1]
+        with open("STAGES", "a") as file:
+            print(stage, file=file)
         if stage in ("test", "predict"):
             setattr(self, stage, parts[1])
 
@@ -51,7 +51,8 @@ class Staged(Digits):
 
 def test_data_is_set_up_for_the_stage_that_is_about_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = Path(lit_modules.__file__).read_text() + "\n\nfrom torch.utils.data import random_split\n" + STAGED
-    (tmp_path / "lit_staged.py").write_text(code)
+    stages = tmp_path / "stages"
+    (tmp_path / "lit_staged.py").write_text(code.replace("STAGES", str(stages)))
     monkeypatch.chdir("/")
     config = {
         "task": {"type": "lockstep.adapters.lightning:Module", "module": "lit_staged.py:AutoEncoder",
@@ -63,14 +64,18 @@ def test_data_is_set_up_for_the_stage_that_is_about_to_run(tmp_path: Path, monke
     tested = outcome["metrics"]["test/loss"]
     assert tested == pytest.approx(outcome["metrics"]["val/loss"]), "the same random parts"
     folder = str(outcome["folder"])
+    assert stages.read_text().split() == ["fit", "test"]
     for data in ("test", "val"):
+        stages.unlink()
         result = CliRunner().invoke(main, ["evaluate", folder, "--data", data, "--json"])
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout)["metrics"][f"{data}/loss"] == pytest.approx(tested)
+        assert stages.read_text().split() == ["fit", "validate", "test"]
+    stages.unlink()
     found = str(tmp_path / "found.jsonl")
     result = CliRunner().invoke(main, ["predict", folder, "--input", "predict_dataloader", "--out", found])
     assert result.exit_code == 0, result.output
-    assert len(Path(found).read_text().splitlines()) == 10
+    assert len(Path(found).read_text().splitlines()) == 10 and stages.read_text().split() == ["predict"]
 
 
 def test_stages_are_those_of_lightning(tmp_path: Path) -> None:
@@ -194,6 +199,7 @@ class Looks(AutoEncoder):
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[tuple[str, int], dict[str, float]] = {}
+        self.tried: list[str] = []  # in the sanity check
         self.mean = torchmetrics.MeanMetric()
 
     def look(self, hook: str) -> None:
@@ -202,6 +208,7 @@ class Looks(AutoEncoder):
             self.found[hook, self.trainer.current_epoch] = metrics
         else:
             assert "epoch_end" not in hook or "val_loss" in self.trainer.callback_metrics
+            self.tried.append(hook)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = F.mse_loss(self(batch[0]), batch[0])
@@ -248,6 +255,7 @@ def test_hooks_find_the_metrics_of_lightning(every: int, tmp_path: Path) -> None
     assert ours.found | resumed.found == {
         where: pytest.approx(found, rel=1e-5) for where, found in theirs.found.items()
     }
+    assert ours.tried == theirs.tried == ["on_validation_epoch_end", "on_validation_end"]
     assert len(theirs.found) == 8 + (0 if every == 2 else 2)
 
 

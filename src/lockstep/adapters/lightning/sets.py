@@ -126,8 +126,8 @@ class Sets:
                 trainer.call(f"on_{self._word}_epoch_end")
             for name, each in trainer.take().items():
                 found[self._short(name, each)] = trainer.agreed(name, each, alone)
-            if self._kind == "test":
-                trainer.call("on_test_end")
+            if self._kind == "test" or trainer.sanity_checking:
+                trainer.call(f"on_{self._word}_end")
         for metric in self._metrics.values():
             metric.reset()
         self._is_open = trainer.sanity_checking = trainer.validating = trainer.testing = False

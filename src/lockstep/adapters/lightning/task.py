@@ -31,9 +31,9 @@ from lockstep.tasks.task import Task
 
 logger = logging.getLogger(__name__)
 
-# For what Lightning sets up the data that it asks for.
-_STAGES = {"train_dataloader": "fit", "val_dataloader": "validate", "test_dataloader": "test",
-           "predict_dataloader": "predict"}  # fmt: skip
+# For what Lightning sets up the data that it asks for. That of validation is often made for "fit" alone.
+_STAGES = {"train_dataloader": ["fit"], "val_dataloader": ["fit", "validate"], "test_dataloader": ["test"],
+           "predict_dataloader": ["predict"]}  # fmt: skip
 _PLAIN = {"sequential": lambda count, seed: Sequential(count), "shuffled": Shuffled}
 
 
@@ -135,8 +135,8 @@ class Module(Task):
         loads = self.trainer.loads
         if name not in self._loaders:
             there = overrides(loads, name)
-            if there:
-                self._set_up(_STAGES[name])
+            for stage in _STAGES[name] if there else ():
+                self._set_up(stage)
             self._loaders[name] = getattr(loads, name)() if there else None
         return self._loaders[name]
 
@@ -144,7 +144,7 @@ class Module(Task):
         """Calls setup before the first data of a stage. Each stage draws the same random numbers: what one leaves out
         of a random_split, no other has."""
         trainer, runtime = self.trainer, self.trainer.run._engine.runtime
-        if stage in trainer.stages or (stage == "validate" and "fit" in trainer.stages):
+        if stage in trainer.stages or (stage == "validate" and "train_dataloader" in self._loaders):
             return
         now = generator_states(runtime)
         self._drawn_from = self._drawn_from or now
@@ -267,8 +267,7 @@ def several(loaders: Any) -> list[Any]:
 
 
 def _lengths(loaders: Any) -> list[int | float]:
-    streams = [is_stream(getattr(each, "dataset", each)) for each in several(loaders)]
-    return [float("inf") if stream else len(each) for each, stream in zip(several(loaders), streams, strict=True)]
+    return [float("inf") if is_stream(getattr(each, "dataset", each)) else len(each) for each in several(loaders)]
 
 
 class _Examples(Dataset[Any]):
