@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -100,7 +101,7 @@ class Trainer:
                 for each in loss.steps:
                     self._optimizers[each].zero_grad()
                     self._kept[each] = [None for _ in self._kept[each]]
-            total, count = computed(loss, self.models, batches)
+            total, count = computed(loss, self.models, batches, frozen)
             (total if count is None else total / count).backward()
             if self._program.quit_at == self.step and not stepped and not self._has_quit:
                 self._has_quit = True
@@ -139,6 +140,16 @@ class Trainer:
         for model, gradients in zip(self.models, self._kept, strict=True):
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter.grad = None if gradient is None else gradient.clone()
+
+
+@contextlib.contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    trained = [each for each in model.parameters() if each.requires_grad]
+    for each in trained:
+        each.requires_grad_(False)
+    yield
+    for each in trained:
+        each.requires_grad_(True)
 
 
 def result(program: Program) -> dict[str, Any]:

@@ -119,10 +119,12 @@ class Loop:
         for place, loss in enumerate(walk.losses):
             key = f"{number}.{place}"
             before = self._counts.get(key, 0)
-            if self._program.zero_grad and begins and before % loss.every == 0:
+            # With train.exact the loop also has parts of a batch, and knows nothing of them.
+            clears = self._program.zero_grad and (begins or walk.accumulate == 1)
+            if clears and before % loss.every == 0:
                 for each in loss.steps:
                     self._optimizers[each].zero_grad()
-            total, count = computed(loss, self._models, batches)
+            total, count = computed(loss, self._models, batches, self._run.frozen)
             self._run.backward(total, count)
             if self._program.quit_at == self._run.progress.step and not stepped and not self._has_quit:
                 self._has_quit = True

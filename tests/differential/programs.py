@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -30,11 +31,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Loss:
-    models: tuple[int, ...]  # the batch goes through one after the other
+    models: tuple[int, ...]  # the batch goes through one after the other; maybe through one twice
     detach: bool  # before the last of them
     mean: bool  # else a sum and a count, over unequal examples
     steps: tuple[int, ...]  # the optimizers that step with it
     every: int  # so many batches
+    first: str = "trained"  # else the first of them is frozen, or computed without gradients
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Program:
     def from_dict(cls, data: Mapping[str, Any]) -> Program:
         walks = tuple(
             Walk(tuple(each["sources"]), each["epochs"], each["leave"], each["accumulate"],
-                 tuple(Loss(tuple(loss["models"]), loss["detach"], loss["mean"], tuple(loss["steps"]), loss["every"])
+                 tuple(Loss(**{**loss, "models": tuple(loss["models"]), "steps": tuple(loss["steps"])})
                        for loss in each["losses"]), each["steps_last"])
             for each in data["walks"]
         )  # fmt: skip
@@ -125,15 +127,27 @@ def build_source(number: int, source: Source) -> Dataset[Any]:
     return TensorDataset(rows)
 
 
-def computed(loss: Loss, models: Sequence[nn.Module], batches: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """A loss over the examples at hand: a mean, or a sum and a count."""
+def computed(
+    loss: Loss,
+    models: Sequence[nn.Module],
+    batches: Sequence[Tensor],
+    frozen: Callable[[nn.Module], AbstractContextManager[None]],
+) -> tuple[Tensor, Tensor | None]:
+    """A loss over the examples at hand: a mean, or a sum and a count. `frozen` gives a model no gradients."""
     losses, counts = [], []
     for batch in batches:
         value = batch[:, 2:]
         for place, number in enumerate(loss.models):
             if loss.detach and place == len(loss.models) - 1:
                 value = value.detach()
-            value = models[number](value)
+            model = models[number]
+            aside = (
+                nullcontext()
+                if place or loss.first == "trained"
+                else (torch.no_grad() if loss.first == "no gradients" else frozen(model))
+            )
+            with aside:
+                value = model(value)
         each = (value - 0.3).square().mean(1)
         weights = torch.ones_like(each) if loss.mean else 1 + batch[:, 1] % 3
         losses.append((each * weights).sum() if not loss.mean else each.mean())
@@ -207,11 +221,12 @@ def _walk(draw: st.DrawFn, models: int, sources: int, zero_grad: bool) -> Walk:
 
 
 def _loss(draw: st.DrawFn, models: int) -> Loss:
-    chosen = tuple(draw(st.lists(st.integers(0, models - 1), min_size=1, max_size=models, unique=True)))
+    chosen = tuple(draw(st.lists(st.integers(0, models - 1), min_size=1, max_size=models + 1)))
     detach = len(chosen) > 1 and draw(st.booleans())
-    reached = chosen[-1:] if detach else chosen
-    steps = tuple(draw(st.lists(st.sampled_from(reached), min_size=1, max_size=len(reached), unique=True)))
-    return Loss(chosen, detach, draw(st.booleans()), steps, draw(st.sampled_from([1, 1, 1, 2, 3])))
+    first = draw(st.sampled_from(["trained", "trained", "frozen", "no gradients"])) if len(chosen) > 1 else "trained"
+    reached = chosen[-1:] if detach else chosen if first == "trained" else chosen[1:]
+    steps = tuple(draw(st.lists(st.sampled_from(reached), min_size=1, max_size=len(set(reached)), unique=True)))
+    return Loss(chosen, detach, draw(st.booleans()), steps, draw(st.sampled_from([1, 1, 1, 2, 3])), first)
 
 
 @st.composite
