@@ -98,9 +98,10 @@ class Trainer:
         for place, loss in enumerate(self._program.walks[number].losses):
             before = self._counts.get((number, place), 0)
             if before % loss.every == 0:
-                for each in loss.steps:
-                    self._optimizers[each].zero_grad()
-                    self._kept[each] = [None for _ in self._kept[each]]
+                for optimizer in self._program.owners(loss.steps):
+                    self._optimizers[optimizer].zero_grad()
+                    for each in self._program.owned(optimizer):
+                        self._kept[each] = [None for _ in self._kept[each]]
             total, count = computed(loss, self.models, batches, frozen)
             (total if count is None else total / count).backward()
             if self._program.quit_at == self.step and not stepped and not self._has_quit:
@@ -110,9 +111,9 @@ class Trainer:
             self._counts[number, place] = before + 1
             if (before + 1) % loss.every == 0:
                 if self._program.walks[number].steps_last:
-                    late |= dict.fromkeys(loss.steps)
+                    late |= dict.fromkeys(self._program.owners(loss.steps))
                     continue
-                for each in loss.steps:
+                for each in self._program.owners(loss.steps):
                     self._step(each)
                 stepped = True
         for each in late:
@@ -120,17 +121,19 @@ class Trainer:
         return stepped or bool(late)
 
     def _step(self, number: int) -> None:
-        parameters = list(self.models[number].parameters())
+        models = self._program.owned(number)
         if self._program.clip is not None:
-            nn.utils.clip_grad_norm_(parameters, self._program.clip)
-        if self.averages[number] is None:
-            self.averages[number] = [each.detach().clone() for each in parameters]
+            nn.utils.clip_grad_norm_([p for each in models for p in self.models[each].parameters()], self._program.clip)
+        for each in models:
+            if self.averages[each] is None:
+                self.averages[each] = [one.detach().clone() for one in self.models[each].parameters()]
         self._optimizers[number].step()
         self._optimizers[number].zero_grad()
-        averages = self.averages[number]
-        assert averages is not None
-        for average, parameter in zip(averages, parameters, strict=True):
-            average.lerp_(parameter.detach(), 1 - DECAY)
+        for each in models:
+            averages = self.averages[each]
+            assert averages is not None
+            for average, parameter in zip(averages, self.models[each].parameters(), strict=True):
+                average.lerp_(parameter.detach(), 1 - DECAY)
 
     def _gradients(self) -> list[list[Tensor | None]]:
         found = [[each.grad for each in model.parameters()] for model in self.models]

@@ -49,7 +49,8 @@ class Loop:
         freeze(program, self.modules, 0)
         for number, (model, optimizer) in enumerate(zip(self.modules, self._optimizers, strict=True)):
             ema = {"decay": DECAY, "warmup": False} if program.ema else None
-            run.setup(model, optimizer, name=f"model{number}", clip_norm=program.clip, ema=ema)
+            own = [optimizer] if program.owned(number) else []
+            run.setup(model, *own, name=f"model{number}", clip_norm=program.clip, ema=ema)
             self._models.append(run.models[f"model{number}"])
         self._data = [build_source(*each) for each in enumerate(program.sources)]
         self._counts: dict[str, int] = {}
@@ -122,7 +123,7 @@ class Loop:
             # With train.exact the loop also has parts of a batch, and knows nothing of them.
             clears = self._program.zero_grad and (begins or walk.accumulate == 1)
             if clears and before % loss.every == 0:
-                for each in loss.steps:
+                for each in self._program.owners(loss.steps):
                     self._optimizers[each].zero_grad()
             total, count = computed(loss, self._models, batches, self._run.frozen)
             self._run.backward(total, count)
@@ -132,9 +133,9 @@ class Loop:
             if done:
                 self._counts[key] = before + 1
             if (before + 1) % loss.every == 0:
-                late |= dict.fromkeys(loss.steps)
+                late |= dict.fromkeys(self._program.owners(loss.steps))
                 if not walk.steps_last:
-                    for each in loss.steps:
+                    for each in self._program.owners(loss.steps):
                         stepped = self._run.step(self._optimizers[each]) or stepped
         if walk.steps_last:
             for each in late:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -61,7 +61,16 @@ class Program:
     epochs: int
     quit_at: int  # before the step that would follow this one, a loop is left once
     zero_grad: bool  # whether the loop keeps the zero_grad() of the plain one
+    joint: bool = False  # whether the first optimizer steps the first two models
     frozen: str = "never"  # the epochs in which the weight of the first model is not trained: first or later
+
+    def owners(self, models: Iterable[int]) -> list[int]:
+        """The optimizers that step these models."""
+        return list(dict.fromkeys(0 if self.joint and each == 1 else each for each in models))
+
+    def owned(self, optimizer: int) -> list[int]:
+        """The models that an optimizer steps."""
+        return [each for each in range(len(self.optimizers)) if self.owners([each]) == [optimizer]]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -95,8 +104,8 @@ def build_models(program: Program) -> tuple[list[nn.Module], list[torch.optim.Op
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh()).double() for _ in program.optimizers]
     made: list[torch.optim.Optimizer] = []
-    for model, kind in zip(models, program.optimizers, strict=True):
-        parameters = list(model.parameters())
+    for number, kind in enumerate(program.optimizers):
+        parameters = [each for model in program.owned(number) or [number] for each in models[model].parameters()]
         if kind == "adamw":
             made.append(torch.optim.AdamW(parameters, lr=0.01, eps=1e-2))
         else:
@@ -184,17 +193,19 @@ def programs(draw: st.DrawFn) -> Program:
         )
         for _ in range(draw(st.integers(1, 3)))
     )  # fmt: skip
-    zero_grad = draw(st.booleans())
-    walks = tuple(_walk(draw, models, len(sources), zero_grad) for _ in range(draw(st.integers(1, 3))))
+    joint = models > 1 and draw(st.integers(0, 2)) == 0
+    zero_grad = joint or draw(st.booleans())
+    walks = tuple(_walk(draw, models, len(sources), zero_grad, joint) for _ in range(draw(st.integers(1, 3))))
     return Program(
         optimizers=tuple(draw(st.sampled_from(["sgd", "momentum", "adamw"])) for _ in range(models)),
         clip=draw(st.sampled_from([None, None, 0.05])), ema=draw(st.booleans()), sources=sources, walks=walks,
         epochs=draw(st.integers(1, 3)), quit_at=draw(st.sampled_from([-1, -1, 0, 1, 3])),
-        zero_grad=zero_grad, frozen=draw(st.sampled_from(["never", "never", "first", "later"])),
+        zero_grad=zero_grad, joint=joint,
+        frozen=draw(st.sampled_from(["never", "never", "first", "later"])),
     )  # fmt: skip
 
 
-def _walk(draw: st.DrawFn, models: int, sources: int, zero_grad: bool) -> Walk:
+def _walk(draw: st.DrawFn, models: int, sources: int, zero_grad: bool, joint: bool) -> Walk:
     chosen = tuple(draw(st.lists(st.integers(0, sources - 1), min_size=1, max_size=2, unique=True)))
     losses = [_loss(draw, models) for _ in range(draw(st.sampled_from([1, 1, 2, 3])))]
     if not zero_grad:
@@ -209,7 +220,7 @@ def _walk(draw: st.DrawFn, models: int, sources: int, zero_grad: bool) -> Walk:
     # With steps between its losses, a batch that is taken in parts has models of two ages, in plain PyTorch as well.
     stepped = {each for loss in losses for each in loss.steps}
     apart = len(losses) == 1 or not any(stepped.intersection(loss.models) - {*loss.steps} for loss in losses)
-    apart = apart and sum(len(loss.steps) for loss in losses) == len(stepped)
+    apart = apart and sum(len(loss.steps) for loss in losses) == len(stepped) and not (joint and len(losses) > 1)
     return Walk(
         chosen,
         epochs=draw(st.sampled_from(["all", "all", "all", "first", "later"])),

@@ -61,6 +61,8 @@ class Models:
 
     def add(self, entry: Entry) -> None:
         self.entries[entry.name] = entry
+        for earlier in self.optimizers.values():  # which may step this model, too
+            self._strategy.place_optimizer(earlier)
         if entry.optimizer is not None:
             self.optimizers[entry.name] = entry.optimizer
             self.gradients.watch(entry.name, entry.optimizer, self._strategy.drop_unreduced)

@@ -251,7 +251,7 @@ class ShardedStrategy(Strategy):
         give_new_parameters(optimizer, self._replaced)
         filling = placing.Filling(nn.Module(), self._group, self.runtime.device)
         for parameter, state in optimizer.state.items():
-            for key, value in state.items():
+            for key, value in [each for each in state.items() if not isinstance(each[1], DTensor)]:
                 if self._group.rank == 0 and isinstance(value, Tensor):
                     require_memory(optimizer, value)
                 state[key] = self._like(parameter, value, filling)
