@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from plain import DECAY
-from programs import Program, Walk, build_models, build_source, computed, freeze, is_walked
-from torch.utils.data import DataLoader
+from programs import FEATURES, Program, Walk, build_models, build_source, computed, freeze, is_walked
+from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.config.schema import RunSettings
@@ -114,6 +114,8 @@ class Loop:
             if stepped and run.progress.step == self._until and self._requests is None:
                 run.checkpoint()
                 raise Left
+        if self._program.looks:
+            self._measure()
 
     def _train_on(self, number: int, walk: Walk, batches: list[Any], begins: bool, done: bool) -> bool | None:
         stepped, late = False, dict[int, None]()
@@ -136,11 +138,21 @@ class Loop:
                 late |= dict.fromkeys(self._program.owners(loss.steps))
                 if not walk.steps_last:
                     for each in self._program.owners(loss.steps):
-                        stepped = self._run.step(self._optimizers[each]) or stepped
+                        stepped = self._step(each) or stepped
         if walk.steps_last:
             for each in late:
-                stepped = self._run.step(self._optimizers[each]) or stepped
+                stepped = self._step(each) or stepped
         return stepped
+
+    def _step(self, number: int) -> bool:
+        if self._program.looks:
+            self._run.gradients(self._optimizers[number])
+        return self._run.step(self._optimizers[number])
+
+    def _measure(self) -> None:
+        data = TensorDataset(torch.ones(3, FEATURES).double())
+        for model in self._run.modules.values():
+            self._run.evaluate(lambda batch, model=model: {"sum": model(batch[0]).sum(1)}, data, 2)
 
 
 def _keep_meshes() -> None:

@@ -62,6 +62,7 @@ class Program:
     quit_at: int  # before the step that would follow this one, a loop is left once
     zero_grad: bool  # whether the loop keeps the zero_grad() of the plain one
     joint: bool = False  # whether the first optimizer steps the first two models
+    looks: bool = False  # at gradients before each step, and at metrics after each walk: that changes nothing
     frozen: str = "never"  # the epochs in which the weight of the first model is not trained: first or later
 
     def owners(self, models: Iterable[int]) -> list[int]:
@@ -200,7 +201,7 @@ def programs(draw: st.DrawFn) -> Program:
         optimizers=tuple(draw(st.sampled_from(["sgd", "momentum", "adamw"])) for _ in range(models)),
         clip=draw(st.sampled_from([None, None, 0.05])), ema=draw(st.booleans()), sources=sources, walks=walks,
         epochs=draw(st.integers(1, 3)), quit_at=draw(st.sampled_from([-1, -1, 0, 1, 3])),
-        zero_grad=zero_grad, joint=joint,
+        zero_grad=zero_grad, joint=joint, looks=draw(st.integers(0, 2)) == 0,
         frozen=draw(st.sampled_from(["never", "never", "first", "later"])),
     )  # fmt: skip
 

@@ -30,7 +30,7 @@ REFUSED = re.compile(
     r"still hold gradients of a backward pass|can no longer be separated|losses of several batches were given as a "
     r"sum|cannot be distinguished from source|"
     r"count differently|was left between two steps|one ended while gradients waited|are "
-    r"added up over several batches|may be source|train\.exact: 2"
+    r"added up over several batches|may be source|train\.exact: 2|comes after run\.gradients"
 )
 
 
