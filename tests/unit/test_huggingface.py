@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from conftest import ROOT
-from lockstep.adapters.documents import IGNORED, conversations_of, documents_of, packed, read_rows, within
+from lockstep.adapters.documents import IGNORED, conversations_of, documents_of, packed, within
 from lockstep.adapters.huggingface import CausalLM, SequenceClassification
+from lockstep.adapters.text_files import read_rows
 from lockstep.config.load import load
 from lockstep.config.objects import construct
 from lockstep.errors import ConfigError
@@ -64,12 +66,71 @@ def test_files_of_all_kinds_have_the_same_rows(tmp_path: Path) -> None:
         assert read_rows(str(tmp_path / name), ["text", "more"], "task.data") == rows, name
     with pytest.raises(ConfigError, match=r"has several parts: name one of them, such as .*/a/train"):
         read_rows(str(tmp_path / "a"), ["text"], "task.data")
-    with pytest.raises(ConfigError, match=r"row 1: there is no column 'test', did you mean text"):
+    with pytest.raises(ConfigError, match=r"line 3: there is no column 'test', did you mean text"):
         read_rows(str(tmp_path / "a.csv"), ["test"], "task.data")
-    for name, message in (("none.csv", "no such file"), ("a.xls", "must end with"), ("b.json", "cannot be read")):
+    for name, message in (("none.csv", "no such file"), ("a.xls", "must end with"), ("b.json", "broken JSON")):
         (tmp_path / "b.json").write_text("{")
         with pytest.raises(ConfigError, match=message):
             read_rows(str(tmp_path / name), ["text"], "task.data")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n\n[1, 2]\n',
+            "a.jsonl, line 3: must be an object such as {'text': ...}, got [1, 2]",
+        ),
+        ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', "a.jsonl, line 2: 'text' has no value (null)"),
+        ("a.jsonl", b'{"text": ["a"]}\n', "a.jsonl, line 1: 'text' must be a text or a number, got ['a']"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": "\n',
+            "a.jsonl, line 2: broken JSON: Unterminated string starting at (col",
+        ),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": "\xff"}',
+            "a.jsonl, line 2: byte 0xff is no UTF-8: save the file as UTF-8",
+        ),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: JSON that is nested too deep"),
+        ("a.json", b'{"text": "a"}', "a.json: must be a list of objects, got {'text': 'a'}"),
+        ("a.json", b'{"text": "a"}\n{"text": "b"}', "(line 2, column 1). Name a file with an object per line .jsonl"),
+        ("a.json", b'[{"text": "a"}, 3]', "a.json, row 2: must be an object such as {'text': ...}, got 3"),
+        ("a.csv", b"more,text\na,b\nc\n", "a.csv, line 3: 'text' has no value (null)"),
+        ("a.csv", b"text,more\na,b\nc, d,e\n", "a.csv, line 3: 3 values for 2 columns: put a text with commas between"),
+        ("a.csv", b'text\n"' + b"x" * 200_000, "a.csv, after line 1: field larger than field limit"),
+        ("folder", None, "folder: is no folder that save_to_disk of datasets wrote"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    file = tmp_path / name
+    if content is None:
+        file.mkdir()
+    else:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(message)) as raised:
+        read_rows(str(file), ["text"], "task.data")
+    assert str(raised.value).startswith(f"task.data: {file}")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.jsonl", '{"text": "a"}'), ("a.json", '[{"text": "a"}]'), ("a.csv", "text\na"), ("a.txt", "a")],
+)
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(f"{text}\r\n", encoding="utf-8-sig", newline="")
+    assert read_rows(str(tmp_path / name), ["text"], "task.data") == [{"text": "a"}]
+
+
+def test_a_conversation_that_is_none_is_named(pretrained: Path, tmp_path: Path) -> None:
+    file = tmp_path / "talks.jsonl"
+    nameless = "row 1: talk: a message must be an object with role and content, got"
+    for talk, message in (("a", "line 1: 'talk' must be a list of messages, got 'a'"), ([{"content": "a"}], nameless)):
+        file.write_text(json.dumps({"talk": talk}))
+        with pytest.raises(ConfigError, match=rf"task.data: .*talks.jsonl, {message}"):
+            task(pretrained, data=str(file), messages="talk").train_data()
 
 
 def test_answers_alone_are_learned_and_what_is_too_long_is_divided_or_cut(tokenizer: Any) -> None:
@@ -100,19 +161,19 @@ REWRITES = "{% for message in messages %}{{ message['content'] if loop.last else
 
 
 def test_of_conversations_the_answers_are_learned(tokenizer: Any) -> None:
-    ((tokens, learned),) = conversations_of([{"talk": TALK}], tokenizer, "talk")
+    ((tokens, learned),) = conversations_of([{"talk": TALK}], tokenizer, "talk", "task.data: a")
     assert tokenizer.decode(tokens) == "<|user|>one?<end><|assistant|>1<end><|user|>two?<end><|assistant|>2<end>"
     assert tokenizer.decode(tokens[learned]) == "1<end>2<end>"
     other = finetune_text.tokenizer()
     other.chat_template = MARKED
-    ((tokens, learned),) = conversations_of([{"talk": TALK}], other, "talk")
+    ((tokens, learned),) = conversations_of([{"talk": TALK}], other, "talk", "task.data: a")
     assert other.decode(tokens) == "one?1!two?2!" and other.decode(tokens[learned]) == "1!2!"
     other.chat_template = REWRITES
-    with pytest.raises(ConfigError, match=r"task.messages: talk, row 1: the chat template writes what was said before"):
-        conversations_of([{"talk": TALK}], other, "talk")
+    with pytest.raises(ConfigError, match=r"task.data: a, row 1: talk: the chat template writes what was said before"):
+        conversations_of([{"talk": TALK}], other, "talk", "task.data: a")
     other.chat_template = None
     with pytest.raises(ConfigError, match="has no chat template"):
-        conversations_of([{"talk": TALK}], other, "talk")
+        conversations_of([{"talk": TALK}], other, "talk", "task.data: a")
 
 
 def test_documents_are_put_where_they_fit_best() -> None:

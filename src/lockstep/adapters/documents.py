@@ -1,14 +1,11 @@
-"""Reads texts and conversations from files, tokenizes them, and packs short ones together."""
+"""Tokenizes texts and conversations, and packs short ones together."""
 
 from __future__ import annotations
 
 import bisect
-import csv
-import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lockstep.config.plain import did_you_mean
 from lockstep.errors import ConfigError
+from lockstep.shown import brief
 
 logger = logging.getLogger(__name__)
 
@@ -27,55 +24,6 @@ _AT_ONCE = 1000  # texts that are tokenized together
 Example = Mapping[str, Tensor]
 Numbers = np.ndarray[Any, Any]
 Document = tuple[Numbers, Numbers]  # tokens, and which of them are learned
-
-
-def read_rows(path: str, columns: Sequence[str], at: str) -> list[dict[str, Any]]:
-    """Returns these columns of all rows of a file, or of a folder that `datasets` saved."""
-    rows, missing = [], f"{at}: {path}: there is no such file or folder"
-    try:
-        for number, row in enumerate(_rows(Path(path), at), 1):
-            absent = [name for name in columns if row.get(name) is None]
-            if absent:
-                raise ConfigError(
-                    f"{at}: {path}, row {number}: there is no column {absent[0]!r}, {did_you_mean(absent[0], row)}"
-                )
-            rows.append({name: row[name] for name in columns})
-    except FileNotFoundError:
-        raise ConfigError(missing) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{at}: {path} cannot be read: {error}") from None
-    if not rows:
-        raise ConfigError(f"{at}: {path} has no rows")
-    return rows
-
-
-def _rows(path: Path, at: str) -> Iterator[dict[str, Any]]:
-    kind = path.suffix.lower()
-    if path.is_dir():
-        import datasets
-
-        found = datasets.load_from_disk(str(path))
-        if isinstance(found, datasets.DatasetDict):
-            raise ConfigError(f"{at}: {path} has several parts: name one of them, such as {path}/{next(iter(found))}")
-        yield from found
-    elif kind == ".parquet":
-        from pyarrow import parquet
-
-        for batch in parquet.ParquetFile(path).iter_batches():
-            yield from batch.to_pylist()
-    elif kind in (".jsonl", ".json", ".csv", ".txt"):
-        with path.open(encoding="utf-8", newline="" if kind == ".csv" else None) as file:
-            if kind == ".csv":
-                yield from csv.DictReader(file)
-            elif kind == ".json":
-                yield from json.load(file)
-            else:
-                lines = (line.rstrip("\n") for line in file if line.strip())
-                yield from (json.loads(line) if kind == ".jsonl" else {"text": line} for line in lines)
-    else:
-        raise ConfigError(
-            f"{at}: {path}: must end with .jsonl, .json, .csv, .parquet or .txt, or be a folder that datasets saved"
-        )
 
 
 def documents_of(rows: Sequence[Mapping[str, Any]], tokenizer: Any, text: str, prompt: str | None) -> list[Document]:
@@ -91,7 +39,7 @@ def documents_of(rows: Sequence[Mapping[str, Any]], tokenizer: Any, text: str, p
     return found
 
 
-def conversations_of(rows: Sequence[Mapping[str, Any]], tokenizer: Any, messages: str) -> list[Document]:
+def conversations_of(rows: Sequence[Mapping[str, Any]], tokenizer: Any, messages: str, at: str) -> list[Document]:
     """Returns the tokens of every conversation by the tokenizer's chat template; answers alone are learned."""
     if not tokenizer.chat_template:
         raise ConfigError(
@@ -102,9 +50,12 @@ def conversations_of(rows: Sequence[Mapping[str, Any]], tokenizer: Any, messages
     found = []
     for number, row in enumerate(rows, 1):
         try:
+            for each in row[messages]:
+                if not isinstance(each, Mapping) or "role" not in each:
+                    raise ValueError(f"a message must be an object with role and content, got {brief(repr(each), 60)}")
             found.append((_marked if marked else _rendered)(tokenizer, row[messages]))
-        except Exception as error:  # of a template: a role that it does not know, a text that is no list
-            raise ConfigError(f"task.messages: {messages}, row {number}: {error}") from None
+        except Exception as error:  # of a template: a role that it does not know
+            raise ConfigError(f"{at}, row {number}: {messages}: {error}") from None
     return found
 
 

@@ -23,9 +23,9 @@ from lockstep.adapters.documents import (
     documents_of,
     packed,
     padded,
-    read_rows,
     within,
 )
+from lockstep.adapters.text_files import read_rows
 from lockstep.config.objects import check_arguments, construct, import_object
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
@@ -202,10 +202,10 @@ class CausalLM(_Pretrained):
         if path == SYNTHETIC:
             return RandomRows(self.config.get_text_config().vocab_size, self.max_length)
         columns = [each for each in (self.prompt, self.text) if each] if self.messages is None else [self.messages]
-        rows = read_rows(path, columns, at)
+        rows = read_rows(path, columns, at, lists=self.messages is not None)
         documents: list[Document]
         if self.messages is not None:
-            documents = conversations_of(rows, self.tokenizer, self.messages)
+            documents = conversations_of(rows, self.tokenizer, self.messages, f"{at}: {path}")
         else:
             documents = documents_of(rows, self.tokenizer, self.text, self.prompt)
         documents = within(documents, self.max_length, divide=len(columns) == 1 and self.messages is None)
