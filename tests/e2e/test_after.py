@@ -267,6 +267,11 @@ def test_a_model_that_no_program_can_be_made_of(tmp_path: Path) -> None:
         (["predict", "RUN", "--out", "nowhere/x.jsonl"], "there is no folder"),
         (["predict", "RUN", "--out", "there.jsonl"], "is there already"),
         (["predict", "RUN", "--out", "x.jsonl", "--data", "val", "--input", "f"], "name one of them"),
+        (["predict", "RUN", "--out", "x.jsonl", "--input", "none.txt"], "--input none.txt: there is no such file"),
+        (
+            ["predict", "RUN", "--out", "x.jsonl", "--input", "."],
+            ": cannot be read by Useful.predict_data: [Errno 21] Is",
+        ),
         (["predict", "RUN", "--out", "x.jsonl", "--set", "task.wrong=number"], "a single ndarray for 'label'"),
         (["predict", "RUN", "--out", "x.jsonl", "--set", "task.wrong=nothing"], "predict returned a NoneType"),
         (["export", "RUN", "--to", "hf", "--out", "hf"], "no model of transformers or peft: use --to safetensors"),

@@ -267,6 +267,17 @@ def test_a_continuation_is_that_of_generate(pretrained: Path) -> None:
     }  # fmt: skip
 
 
+def test_prompts_that_cannot_be_read_are_named(pretrained: Path, tmp_path: Path) -> None:
+    for content, message in (
+        (b"a\n\xff\n", "line 2: byte 0xff is no UTF-8"),
+        (b"\n", "has no prompts: write one per line"),
+    ):
+        file = tmp_path / "prompts.txt"
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"--input: {file}.* {message}"):
+            task(pretrained).predict_data(str(file))
+
+
 def write(folder: Path, lines: list[str]) -> Path:
     file = folder / "prompts.txt"
     file.write_text("\n".join(lines))

@@ -25,7 +25,7 @@ from lockstep.adapters.documents import (
     padded,
     within,
 )
-from lockstep.adapters.text_files import read_rows
+from lockstep.adapters.text_files import lines_of, read_rows
 from lockstep.config.objects import check_arguments, construct, import_object
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
@@ -253,8 +253,11 @@ class CausalLM(_Pretrained):
         return {"prompt": batch["prompt"], "answer": self.answers(model, batch["prompt"])}
 
     def predict_data(self, input: str) -> Dataset[Any]:
-        lines = Path(input).read_text(encoding="utf-8").splitlines()
-        return cast("Dataset[Any]", [{"prompt": line} for line in lines if line])
+        lines = [line.rstrip("\r\n") for _, line in lines_of(Path(input), "--input")]
+        found = [{"prompt": line} for line in lines if line]
+        if not found:
+            raise ConfigError(f"--input: {input} has no prompts: write one per line")
+        return cast("Dataset[Any]", found)
 
     def answers(self, model: nn.Module, prompts: Sequence[str]) -> list[str]:
         """Returns the likeliest continuation of every prompt; of a chat model, the answer to it."""

@@ -102,7 +102,14 @@ def require_predict(task: Task, after: After) -> None:
 
 def _data(task: Task, config: RunConfig, after: After) -> Dataset[Any]:
     if after.input is not None:
-        data: Dataset[Any] = without_loader(task, config, task.predict_data(after.input), "predict_data()")
+        try:
+            made = task.predict_data(after.input)
+        except FileNotFoundError as error:
+            raise ConfigError(f"--input {after.input}: there is no such file or folder ({error})") from None
+        except OSError as error:
+            name = type(task).__name__
+            raise ConfigError(f"--input {after.input}: cannot be read by {name}.predict_data: {error}") from None
+        data: Dataset[Any] = without_loader(task, config, made, "predict_data()")
         return data
     found = data_named(task, config, after.data)
     if len(found) > 1:
