@@ -13,8 +13,9 @@ import torch
 
 from conftest import ROOT
 from lockstep.adapters.documents import IGNORED, conversations_of, documents_of, packed, within
-from lockstep.adapters.huggingface import CausalLM, SequenceClassification
+from lockstep.adapters.huggingface import CausalLM, SequenceClassification, length_to_plan
 from lockstep.adapters.text_files import read_rows
+from lockstep.cli.plan import _config_for
 from lockstep.config.load import load
 from lockstep.config.objects import construct
 from lockstep.errors import ConfigError
@@ -265,6 +266,24 @@ def test_a_continuation_is_that_of_generate(pretrained: Path) -> None:
     assert made.predict(model, made.collate(list(made.predict_data(str(write(pretrained, prompts)))))) == {
         "prompt": prompts, "answer": wanted,
     }  # fmt: skip
+
+
+def test_a_plan_of_a_model_has_no_more_tokens_than_the_model(
+    pretrained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import GPT2Config
+
+    GPT2Config(n_positions=96, n_embd=16, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    for given, asked, length, said in (
+        (pretrained, None, 128, "8 x 128 tokens (all that the model has positions for) and"),
+        (tmp_path / "config.json", None, 96, "8 x 96 tokens (all that the model has positions for) and"),
+        (tmp_path, 64, 64, "8 x 64 tokens and"),
+    ):
+        with _config_for(given, 8, asked) as file:
+            assert load(file, ()).task.arguments["max_length"] == length
+        assert said in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="--length 1024: this model has positions for 2 to 96 tokens"):
+        length_to_plan(tmp_path, 1024)
 
 
 def test_prompts_that_cannot_be_read_are_named(pretrained: Path, tmp_path: Path) -> None:

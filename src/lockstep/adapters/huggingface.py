@@ -71,7 +71,7 @@ class _Pretrained(Task):
                 raise ConfigError(
                     f"task.tokenizer: {self.tokenizer.name_or_path} has no tokenizer.json: save it as fast"
                 )
-        longest = getattr(self.config.get_text_config(), "max_position_embeddings", None) or 2**31
+        longest = _longest(self.config)
         self.max_length = self.max_length or min(1024, longest, getattr(self.tokenizer, "model_max_length", longest))
         if not 1 < self.max_length <= longest:
             raise ConfigError(f"task.max_length: {self.max_length}: this model has positions for 2 to {longest} tokens")
@@ -158,6 +158,18 @@ class _Pretrained(Task):
         rows = {name: each if isinstance(each, Tensor) else _stacked(each) for name, each in outputs.items()}
         found: Mapping[str, Any] = self.compute_metrics(EvalPrediction(**{k: v.numpy() for k, v in rows.items()}))
         return found
+
+
+def _longest(config: Any) -> int:
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31
+
+
+def length_to_plan(path: Path, length: int | None) -> int:
+    """Returns the tokens of a row for a model's config.json or folder: those asked for, or 1024, or the model's."""
+    longest = _longest(_Pretrained._opened("AutoConfig", str(path), "--hf"))
+    if length is not None and length > longest:
+        raise ConfigError(f"--length {length}: this model has positions for 2 to {longest} tokens")
+    return length or min(1024, longest)
 
 
 def _stacked(rows: Sequence[Tensor]) -> Tensor:

@@ -36,7 +36,9 @@ Note = Callable[[str], None]
     help="In place of CONFIG: a language model of transformers, by its config.json or folder; no weights are needed.",
 )
 @click.option("--batch-size", type=click.IntRange(min=1), default=8, help="With --hf: rows of a batch (default: 8).")
-@click.option("--length", type=click.IntRange(min=2), default=1024, help="With --hf: tokens of a row (default: 1024).")
+@click.option(
+    "--length", type=click.IntRange(min=2), help="With --hf: tokens of a row (default: 1024, or what the model has)."
+)
 @click.option("--on", "targets", multiple=True, metavar="DEVICExN", help="What to plan for: h200x8. May be repeated.")
 @click.option("--devices", type=click.Path(path_type=Path), default=None, help="A YAML file with further devices.")
 @click.option("--search", is_flag=True, help="Try other ways of spreading it, and rank those that fit.")
@@ -46,8 +48,9 @@ Note = Callable[[str], None]
 @SET
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON array, with an object per target.")
 def plan(
-    config: Path | None, hf: Path | None, batch_size: int, length: int, targets: tuple[str, ...], devices: Path | None,
-    search: bool, write: Path | None, page: Path | None, lists: bool, overrides: tuple[str, ...], as_json: bool,
+    config: Path | None, hf: Path | None, batch_size: int, length: int | None, targets: tuple[str, ...],
+    devices: Path | None, search: bool, write: Path | None, page: Path | None, lists: bool,
+    overrides: tuple[str, ...], as_json: bool,
 ) -> None:  # fmt: skip
     """Trace a step of CONFIG on this machine, without any GPU and without memory for the model: what it needs there.
 
@@ -99,12 +102,16 @@ def plan(
 
 
 @contextlib.contextmanager
-def _config_for(hf: Path, batch_size: int, length: int) -> Iterator[Path]:
+def _config_for(hf: Path, batch_size: int, length: int | None) -> Iterator[Path]:
     """Writes a config that trains all weights of a model of transformers on random tokens, in bf16."""
+    from lockstep.adapters.huggingface import length_to_plan
+
+    asked, length = length, length_to_plan(hf, length)
+    limited = " (all that the model has positions for)" if asked is None and length < 1024 else ""
     task = {"type": "lockstep.adapters.huggingface:CausalLM", "folder": str(hf.absolute()), "init": "config",
             "data": "synthetic", "max_length": length}  # fmt: skip
     config = {"task": task, "train": {"steps": 2, "batch_size": batch_size, "precision": "bf16"}}
-    say(f"{hf}: planned with {batch_size} x {length} tokens and precision bf16 (--set changes it)")
+    say(f"{hf}: planned with {batch_size} x {length} tokens{limited} and precision bf16 (--set changes it)")
     with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
         file = Path(folder) / f"{(hf.parent if hf.suffix else hf).absolute().name}.yaml"
         file.write_text(json.dumps(config), encoding="utf-8")  # which is YAML too
