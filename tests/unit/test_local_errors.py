@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep.config.load import validate
+from lockstep.config.schema import RunConfig
 from lockstep.distributed import failure
-from lockstep.distributed.failure import ended_by_the_kernel, find_cause, report
+from lockstep.distributed.failure import Result, ended_by_the_kernel, find_cause, report
 from lockstep.distributed.group import Group
-from lockstep.errors import PeerLost
+from lockstep.errors import PREEMPTED_EXIT_CODE, PeerLost
+from lockstep.launchers.ending import conclude
 from lockstep.launchers.local import limits
 
 WORKER = "DataLoader worker (pid 4711) is killed by signal: Killed. "
@@ -115,3 +119,13 @@ def test_kills_by_the_kernel_are_told_from_others(tmp_path: Path) -> None:
     assert (killed.memory, killed.cause) == ("host", "killed by SIGKILL: the kernel has ended it for lack of memory")
     left = find_cause([], {0: 1}, "box")
     assert ended_by_the_kernel(left) is left
+
+
+def test_commands_that_are_named_at_the_end_can_be_pasted(tmp_path: Path) -> None:
+    said: list[str] = []
+    folder = tmp_path / "my runs" / "it's"
+    folder.mkdir(parents=True)
+    config = validate(RunConfig, {"task": "a.b:C"}, {}, "c")
+    assert conclude(folder, Result(PREEMPTED_EXIT_CODE), config, said.append) == PREEMPTED_EXIT_CODE
+    (told,) = (each for each in said if "go on with: " in each)
+    assert shlex.split(told.partition("go on with: ")[2]) == ["lockstep", "resume", str(folder)]

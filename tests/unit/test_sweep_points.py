@@ -11,6 +11,7 @@ from lockstep.config.schema import RunConfig
 from lockstep.config.sweep import Sweep, grids_in, load_sweep
 from lockstep.errors import ConfigError
 from lockstep.launchers.sweep import _rooms
+from lockstep.record.trials import Trial, table, values_of
 
 
 @pytest.mark.parametrize(
@@ -22,8 +23,19 @@ from lockstep.launchers.sweep import _rooms
         ("train.compile=true,false", [True, False]),
         ("optimizer.betas=[0.9,0.99]", None),
         ("data.split={train: 0.8, val: 0.2}", None),
-        ("data.split={train: 0.8,val: 0.2},null", None),
+        ("data.split={train: 0.8,val: 0.2},null", [{"train": 0.8, "val": 0.2}, None]),
+        ("validate.every=1 epoch,20 steps", ["1 epoch", "20 steps"]),
+        ("optimizer.betas=[0.9, 0.99],[0.8, 0.9]", [[0.9, 0.99], [0.8, 0.9]]),
+        ("task.text='a, b',\"c,d\"", ["a, b", "c,d"]),
+        ("task.file=a/b,../c", ["a/b", "../c"]),
+        ("task.text=it's,so", ["it's", "so"]),
         ("task.text=Hello, world", None),
+        ("task.text=Hello, dear,world", None),
+        ("optimizer.lr=1e-3, 1e-2", [1e-3, 1e-2]),
+        ("task.text=a ,2", None),
+        ("task.text=a\\nb,c", ["a\\nb", "c"]),
+        ("task.text=a,,b", None),
+        ("task.text=a,", None),
         ("task.text='a,b'", None),
         ('task.text="a,b"', None),
         ("task.text=a", None),
@@ -33,6 +45,14 @@ def test_values_between_commas_are_several(text: str, values: list[object] | Non
     plain, grids = grids_in([text, "seed=1"])
     assert grids == ({} if values is None else {text.partition("=")[0]: values})
     assert plain == ("seed=1",) if values is not None else (text, "seed=1")
+
+
+def test_a_table_has_a_line_per_trial_whatever_its_values_are() -> None:
+    sweep = Sweep.model_validate({"space": {"task.text": ["x" * 5000, "a\nb"]}})
+    ended = [Trial(number, values, "completed", 1, 0.5) for number, values in enumerate(sweep.points())]
+    lines = table(ended, sweep)
+    assert len(lines) == 3 and all(len(each) < 140 for each in lines)
+    assert "x... (5000 characters)" in lines[1] and "a\\nb" in lines[2] and values_of(ended[1]) == "task.text=a\\nb"
 
 
 def test_the_points_of_a_space() -> None:

@@ -6,6 +6,7 @@ import errno
 import importlib
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,8 @@ def init(folder: Path) -> None:
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from None
-    say(f"wrote {folder / 'task.py'} and {folder / 'config.yaml'}; next: lockstep train {folder / 'config.yaml'}")
+    config = folder / "config.yaml"
+    say(f"wrote {folder / 'task.py'} and {config}; next: lockstep train {shlex.quote(str(config))}")
 
 
 def _name_line(folder: Path) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,8 +12,9 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BeforeValidator, Field, model_validator
 
-from lockstep.config.load import parse_yaml, read, validate, with_values
+from lockstep.config.load import read, validate, with_values
 from lockstep.config.schema import RunConfig, Section
+from lockstep.config.yaml_text import parse_nodes, parse_yaml
 from lockstep.errors import ConfigError
 
 Range = tuple[float, float]
@@ -121,8 +121,8 @@ def grids_in(overrides: Iterable[str]) -> tuple[tuple[str, ...], dict[str, list[
 
 
 def _several(text: str) -> list[Any] | None:
-    """Returns values between commas; None for one value: without a comma, with spaces, quoted, a list, a mapping."""
-    if "," not in text or re.search(r"\s", text):
+    """Returns values between commas; None for one value: quoted, a list, a mapping, a text of ", " between words."""
+    if "," not in text:
         return None
     try:
         if not isinstance(parse_yaml(text), str) or text[0] in "\"'":
@@ -130,10 +130,17 @@ def _several(text: str) -> list[Any] | None:
     except yaml.YAMLError:
         pass  # such as [1],[2]
     try:
-        values = parse_yaml(f"[{text}]")
+        places: list[tuple[int, int]] = []
+        values = parse_nodes(listed := f"[{text}]", lambda node: places.extend(_places(node)))
     except yaml.YAMLError:
         return None
-    return values if isinstance(values, list) and len(values) > 1 else None
+    between = {listed[end:begin] for (_, end), (begin, _) in itertools.pairwise(places)}
+    several = between == {","} or not any(isinstance(each, str) for each in values)
+    return values if len(values) > 1 and several else None
+
+
+def _places(node: yaml.Node) -> list[tuple[int, int]]:
+    return [(each.start_mark.index, each.end_mark.index) for each in node.value]
 
 
 def load_sweep(path: Path | None, config: RunConfig, grids: Mapping[str, list[Any]] | None = None) -> Sweep:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import signal
 import time
 import traceback
@@ -274,8 +275,8 @@ def ended_by_the_kernel(failure: Failure) -> Failure:
 
 def how_to_plan(config: str, devices: int) -> str:
     return (
-        f"what fills the memory: lockstep plan {config} --on DEVICEx{devices}, and with --search what would fit "
-        "(lockstep plan --list has the devices)"
+        f"what fills the memory: lockstep plan {shlex.quote(config)} --on DEVICEx{devices}, and with --search what "
+        "would fit (lockstep plan --list has the devices)"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,7 +69,7 @@ def _say_end(
 ) -> int:
     """Returns the exit code: that of the run, and 75 only where there is a checkpoint to resume from."""
     saved = any((folder / "checkpoints").glob("step-*"))
-    go_on = f"lockstep pod resume {pod}" if pod else f"lockstep resume {where}"
+    go_on = f"lockstep pod resume {pod}" if pod else f"lockstep resume {shlex.quote(where)}"
     if result.failure is not None:
         processes = int(config.processes)
         say(result.failure.render(processes))

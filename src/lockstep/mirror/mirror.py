@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -205,7 +206,8 @@ class Mirror:
         why = self._failure or f"it was not done within {limit:g} s"
         return (
             f"{self.url} is behind: {what} did not get there ({why}). Nothing is lost: all of it is in {self.folder}. "
-            f"Go on from here, which brings the bucket up to date, with: lockstep resume {self.folder}"
+            "Go on from here, which brings the bucket up to date, with: "
+            f"lockstep resume {shlex.quote(str(self.folder))}"
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shlex
 import socket
 import sys
 import threading
@@ -254,7 +255,8 @@ class _Driver:
         except (RayError, ConnectionError) as error:
             raise ClusterLost(
                 f"the Ray cluster at {self._cluster.address} does not answer any more: {type(error).__name__}. "
-                f"Resume the run from its newest checkpoint: lockstep resume {self._url or self._folder}"
+                "Resume the run from its newest checkpoint: "
+                f"lockstep resume {shlex.quote(str(self._url or self._folder))}"
             ) from None
 
 

@@ -16,6 +16,7 @@ from lockstep.config.plain import columns
 from lockstep.config.sweep import Sweep
 from lockstep.errors import ConfigError
 from lockstep.record import run_folder
+from lockstep.shown import brief, in_a_line
 
 SWEEP_FILE, BEST_FILE, DEFINITION_FILE = "sweep.json", "best.yaml", "sweep.yaml"
 TO_THE_END = ("completed", "stopped early")
@@ -146,4 +147,4 @@ def table(trials: Sequence[Trial], sweep: Sweep) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else brief(in_a_line(str(value)), 60)
