@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -192,4 +194,39 @@ def test_a_script_that_ranks_cannot_import_is_told_what_to_move(script: str, tol
     done = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and last.startswith("lockstep.errors.LaunchError:") and told in last, done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+class Held:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def main(self, run: lockstep.Run) -> None:
+        pass
+
+
+def _nested() -> Any:
+    def inner(run: lockstep.Run) -> None:
+        pass
+
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("main", "told"),
+    [
+        (
+            lambda run: run,
+            r"<lambda> cannot be sent to its processes \(.*\)\. Define it at the top level of the script",
+        ),
+        (partial(_nested()), r"_nested.<locals>.inner cannot be sent to its processes .* Define it at the top level"),
+        (Held().main, r"Held.main cannot be sent to its processes \(cannot pickle '_thread.lock' object\)\. Make what"),
+    ],
+)
+def test_a_function_that_cannot_be_sent_to_ranks_is_named(
+    main: Any, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "script.py", raising=False)  # a process of xdist has none
+    with pytest.raises(LaunchError, match=told):
+        lockstep.launch(main, processes=2, runtime="cpu", out=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import pickle
@@ -57,7 +58,7 @@ def launch(
         topology.tell(os.environ)
     if topology is None:
         script.refuse_while_importing("lockstep.launch")
-    name, call = str(getattr(main, "__name__", "run")), next(_calls)
+    name, call = str(getattr(main, "__name__", "run")).strip("<>"), next(_calls)
     resumed = script.folder_to_resume(call)
     place = _Folder(script.running(name, call, checked, topology), checked.name or name, out, resumed or folder)
     resumes = resumed is not None
@@ -83,13 +84,14 @@ def _launch_processes(main: Callable[..., Any], settings: RunSettings, place: _F
     count = int(settings.processes)
     limits = settings.launch
     plan = local_plan([sys.executable], count, threads=limits.threads, port=limits.port)
+    sent = _pickled(partial(_rank_main, main, settings, resumes), main)  # before there is a folder
     folder = place.make()
     with folder_lock.locked(folder), mirrored(folder, settings, _say):
         place.prepare(folder)
         result = supervisor.launch(
             plan,
             entry=call_function,
-            argument=_pickled(partial(_rank_main, main, settings, str(folder), resumes)),
+            argument=(sent, str(folder)),
             max_restarts=settings.launch.max_restarts,
             grace=settings.timeouts.stop,
             watch=Limits.of(settings.timeouts, settings.runtime),
@@ -106,7 +108,7 @@ def _launch_processes(main: Callable[..., Any], settings: RunSettings, place: _F
         return [result.returned[rank] for rank in range(count)]
 
 
-def _rank_main(main: Callable[..., Any], settings: RunSettings, folder: str, resumes: bool) -> Any:
+def _rank_main(main: Callable[..., Any], settings: RunSettings, resumes: bool, folder: str) -> Any:
     topology = replace(Topology.from_env(os.environ), resumes=resumes)
     return worker.call(main, settings, topology, lambda: Path(folder))
 
@@ -163,14 +165,30 @@ def _existing_or_new(named: str | Path) -> Path:
     return folder
 
 
-def _pickled(function: Callable[[], Any]) -> bytes:
+def _pickled(function: Callable[..., Any], main: Callable[..., Any]) -> bytes:
     """Pickles a function of a script by its name, and one that was typed into a notebook as a whole."""
-    if hasattr(sys.modules["__main__"], "__file__"):
-        return pickle.dumps(function)
+    pickler: Any = pickle
+    if not hasattr(sys.modules["__main__"], "__file__"):
+        try:
+            pickler = importlib.import_module("cloudpickle")
+        except ImportError:
+            raise LaunchError(
+                "starting processes from a notebook needs cloudpickle: pip install 'lockstep-train[notebook]'"
+            ) from None
     try:
-        import cloudpickle
-    except ImportError:
-        raise LaunchError(
-            "starting processes from a notebook needs cloudpickle: pip install 'lockstep-train[notebook]'"
-        ) from None
-    return bytes(cloudpickle.dumps(function))
+        return bytes(pickler.dumps(function))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise LaunchError(_why_not_sent(main, error)) from None
+
+
+def _why_not_sent(main: Any, error: Exception) -> str:
+    inner = main.func if isinstance(main, partial) else main
+    name = getattr(inner, "__qualname__", type(inner).__qualname__)
+    by_name = "<" not in name  # neither a lambda nor in a function
+    remedy = (
+        "Make what it holds (an open file, a lock, a generator) inside of it, on every rank"
+        if by_name
+        else "Define it at the top level of the script, or of a module that ranks can import; functools.partial(main, "
+        "lr=0.1) gives it values"
+    )
+    return f"lockstep.launch: {name} cannot be sent to its processes ({error}). {remedy}. One process calls it here"

@@ -129,7 +129,7 @@ def _launch(function: Callable[[], Any], processes: int, what: str = "") -> list
     from lockstep.launchers.plan import local_plan
 
     result = supervisor.launch(
-        local_plan([sys.executable], processes), entry=call_function, argument=_pickled(function), grace=5.0
+        local_plan([sys.executable], processes), entry=call_function, argument=(_pickled(function),), grace=5.0
     )
     if result.failure is not None:
         failure = result.failure

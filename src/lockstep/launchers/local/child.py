@@ -165,9 +165,10 @@ def check_config(connection: Connection, config: RunConfig, elsewhere: bool) -> 
         os._exit(0)
 
 
-def call_function(pickled: bytes) -> Any:
-    """Calls a function that our launcher pickled a moment ago."""
-    return pickle.loads(pickled)()
+def call_function(given: tuple[Any, ...]) -> Any:
+    """Calls a function that our launcher pickled a moment ago, with the arguments behind it."""
+    pickled, *arguments = given
+    return pickle.loads(pickled)(*arguments)
 
 
 def _outcome(entry: Callable[[Any], Any], argument: Any) -> Outcome:
