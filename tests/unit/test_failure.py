@@ -107,6 +107,11 @@ def test_of_a_follower_only_the_first_line_is_told() -> None:
     assert failure.followers == {1: "KeyError: x"}
 
 
+def test_an_abort_that_cost_others_their_connection_may_be_of_ranks_in_different_layers() -> None:
+    assert "different layers" in find_cause([lost(1, 1.0)], {0: -6, 1: 5}, "box").cause
+    assert find_cause([], {0: -6}, "box").cause == "killed by SIGABRT, exit code -6"
+
+
 def test_the_traceback_stands_below_the_headline() -> None:
     rendered = Failure(1, "box", "ValueError: wrong", 5, traceback="Traceback:\n  line\n").render(2)
     assert rendered.split("\n") == ["rank 1 of 2 on box failed: ValueError: wrong", "", "  Traceback:", "    line", ""]

@@ -37,6 +37,10 @@ _NO_MEMORY = (
 )  # fmt: skip
 # Signs of device memory, not host memory.
 _OF_A_DEVICE = ("cuda", "cublas", "hip out of memory", "mps backend", "resource_exhausted")
+_OTHER_SIZE = (
+    ". Where gloo says above that it received data of another size, ranks were in different layers of the model, or "
+    "called in another order: use the same ones on every rank (those that one does not need with a factor of 0)"
+)
 # Below this, shared memory counts as full.
 _LITTLE_BYTES = 1_000_000
 
@@ -244,7 +248,8 @@ def find_cause(reports: list[Report], exit_codes: Mapping[int, int], host: str) 
     if silent:
         code = exit_codes[silent[0]]
         followers = {each.rank: _first_line(each.message) for each in by_time}
-        return Failure(silent[0], host, describe_exit(code), 5, _signal(code), followers=followers)
+        cause = describe_exit(code) + (_OTHER_SIZE if _signal(code) == "SIGABRT" and followers else "")
+        return Failure(silent[0], host, cause, 5, _signal(code), followers=followers)
     if by_time:
         return _failure(by_time[0], by_time, exit_codes, silent)
     return Failure(0, host, "the run ended and no rank said why", 5)
