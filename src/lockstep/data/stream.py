@@ -48,10 +48,11 @@ class Readers(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Chunk]:
         info = torch.utils.data.get_worker_info()
         assert info is not None
-        # What is divided here must not divide itself once more by the worker that it is in. What divides itself must
-        # find itself in the same worker as before it was interrupted.
-        number, count = self.readers[info.id].number, len(self.readers)
-        same = torch_worker.WorkerInfo(id=number, num_workers=count, seed=info.seed, dataset=info.dataset)
+        # What is divided here must not divide itself once more by the worker that it is in: it finds itself in none, as
+        # without workers (in one of one, a Hugging Face dataset shuffles otherwise). What divides itself must find
+        # itself in the same worker as before it was interrupted.
+        number, count, data = self.readers[info.id].number, len(self.readers), self.reading.source.data
+        same = torch_worker.WorkerInfo(id=number, num_workers=count, seed=info.seed, dataset=data)
         torch_worker._worker_info = same if self.kind == OWN else None
         return self.read(info.id)
 
@@ -108,6 +109,7 @@ class Pass:
         division = ShardAssignment(source.name, self.kind, self._order, cut, loading.workers)
         if not evaluates:
             division.check(resumes=saved is not None)
+        self.who_reads = division.who_reads()
         readers = division.resume(saved) if saved else division.begin()
         chunk = buffer or (cut.batch_size if self.kind == WHOLE else max(cut.size, 1))
         reading = Reading(source, pieces, chunk, buffer is not None, seed, epoch, set_epoch=not evaluates, walk=name)
@@ -261,6 +263,7 @@ class Streams:
         self._fill, self._multiple = fill, multiple
         self._sources: dict[int, Source] = {}
         self._passes: list[Pass] = []
+        self._logged: set[str] = set()  # who reads what
 
     def source(self, data: Any) -> Source:
         """Returns the one source of a stream. It keeps its data, so that no other can come to have the same id."""
@@ -272,7 +275,11 @@ class Streams:
         cut = BatchSlice(
             self._dp_rank, self._dp_size, batch_size, accumulate, drop_last, self._fill, self._multiple, collate
         )
-        return self._opened(Pass(self.source(data), cut, self._loading, seed=self._seed, **how))
+        made = Pass(self.source(data), cut, self._loading, seed=self._seed, **how)
+        if made.who_reads not in self._logged:
+            self._logged.add(made.who_reads)
+            logger.info(made.who_reads)
+        return self._opened(made)
 
     def evaluating(self, data: Any, batch_size: int, collate: Collate | None, alone: bool) -> Pass:
         dp_rank, dp_size = (0, 1) if alone else (self._dp_rank, self._dp_size)
