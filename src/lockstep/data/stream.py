@@ -27,6 +27,7 @@ from lockstep.data.seeding import generators_kept
 from lockstep.data.stream_batches import BatchSlice, Chunk, ShardAssignment, with_counts
 from lockstep.data.stream_reader import OWN, PIECES, WHOLE, ReaderShards, Reading, Source, StreamReader, piece_order
 from lockstep.data.workers import Loading
+from lockstep.distributed.from_worker import FromWorker
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import ranks_text
 from lockstep.errors import ConfigError
@@ -45,7 +46,7 @@ class Readers(IterableDataset[Any]):
     cut: BatchSlice
     start: int
 
-    def __iter__(self) -> Iterator[Chunk]:
+    def __iter__(self) -> Iterator[Chunk | FromWorker]:
         info = torch.utils.data.get_worker_info()
         assert info is not None
         # What is divided here must not divide itself once more by the worker that it is in: it finds itself in none, as
@@ -54,7 +55,10 @@ class Readers(IterableDataset[Any]):
         number, count, data = self.readers[info.id].number, len(self.readers), self.reading.source.data
         same = torch_worker.WorkerInfo(id=number, num_workers=count, seed=info.seed, dataset=data)
         torch_worker._worker_info = same if self.kind == OWN else None
-        return self.read(info.id)
+        try:
+            yield from self.read(info.id)
+        except Exception as error:
+            yield FromWorker.of(error)
 
     def read(self, number: int) -> Generator[Chunk, None, None]:
         cut, shards, batch = self.cut, self.readers[number], self.start
@@ -72,13 +76,20 @@ class Readers(IterableDataset[Any]):
                     with generators_kept() if cut.collate is not None else contextlib.nullcontext():
                         if cut.collate is not None:
                             reader.seed_for_collating(cut.dp_rank)
-                        batches, fillers = cut.batches(mine, taken[0])
+                        batches, fillers = self._collated(mine, taken[0], reader)
                     first = _digest(taken) if digest else None
                     digest = False
                     yield Chunk(number, len(mine), batches, fillers, reader.place(), first)
                 batch += 1
         finally:
             reader.close()
+
+    def _collated(self, mine: Sequence[Any], spare: Any, reader: StreamReader) -> tuple[list[Any], list[Any]]:
+        try:
+            return self.cut.batches(mine, spare)
+        except Exception as error:
+            error.add_note(f"collating {len(mine)} of {reader.first(reader.position)}")
+            raise
 
 
 class Pass:
@@ -176,7 +187,7 @@ class Pass:
         try:
             if self._loading.workers:
                 self._loader = workers.loader(self._readers, self._loading, count=len(self._readers.readers))
-                yield from workers.fetched(self._loader)
+                yield from workers.fetched(self._loader, self._source.name)
                 return
             pin = self._loading.pin_memory and torch.cuda.is_available()
             with contextlib.closing(self._readers.read(0)) as chunks:
