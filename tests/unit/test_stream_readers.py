@@ -631,10 +631,34 @@ def test_tar_shards_that_are_missing_or_cut_off_are_named(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="no paths were given"):
         lockstep.TarShards([])
     whole = write_tar(tmp_path / "a.tar", 5).read_bytes()
-    for size in (100, 600, 1024, 2048, 2600):
+    first, second = (rf"in or after its member 'folder/0000\.{kind}txt': .*\. Write it again" for kind in ("", "seg."))
+    for size, where in ((100, "truncated header.* Write"), (600, first), (1024, first), (1600, second), (2048, second)):
         (tmp_path / "cut.tar").write_bytes(whole[:size])
-        with pytest.raises(ConfigError, match=r"cut\.tar"):
+        with pytest.raises(ConfigError, match=rf"cut\.tar .*{where}"):
             list(lockstep.TarShards(tmp_path / "cut.tar"))
+    (tmp_path / "cut.tar").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"cut\.tar cannot be read as a tar file: empty .*\. Write it again"):
+        list(lockstep.TarShards(tmp_path / "cut.tar"))
+    packed = write_tar(tmp_path / "b.tar.gz", 400, "w:gz").read_bytes()
+    for size, where in (
+        (len(packed) // 2, r"damaged or cut off in or after its member 'folder/0\d+\."),
+        (3, "tar file"),
+    ):
+        (tmp_path / "cut.tar").write_bytes(packed[:size])
+        with pytest.raises(ConfigError, match=rf"cut\.tar .*{where}"):
+            list(lockstep.TarShards(tmp_path / "cut.tar"))
+    gone = lockstep.TarShards(tmp_path / "cut.tar")
+    (tmp_path / "cut.tar").unlink()
+    with pytest.raises(ConfigError, match=r"cut\.tar cannot be opened: No such file or directory\. Restore it"):
+        list(gone)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_cannot_be_decoded_is_named(tmp_path: Path, workers: int) -> None:
+    data = lockstep.TarShards(write_tar(tmp_path / "a.tar", 5), decode=lambda sample: int(sample["txt"]))
+    with pytest.raises(ValueError, match="invalid literal for int") as found:
+        read(passes(data, 1, workers=workers)[0])
+    assert f"decoding folder/0000.txt, folder/0000.seg.txt of {tmp_path / 'a.tar'}: wri" in found.value.__notes__[0]
 
 
 # In a task
