@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pickle import PicklingError
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,11 +79,11 @@ def longer() -> Any:
     return torch.ones(3)
 
 
-def read(data: Any, workers: int) -> list[Any]:
+def read(data: Any, workers: int, collate: Any = None) -> list[Any]:
     if isinstance(data, Stream):
-        walk = Pass(Source(data, "Stream"), BatchSlice(0, 1, 4), Loading(workers))
+        walk = Pass(Source(data, "Stream"), BatchSlice(0, 1, 4, collate=collate), Loading(workers))
         return [chunk.batches for chunk in walk._chunks()]
-    loader = Loader(data, GlobalBatches(12, 4, shuffle=False), loading=Loading(workers))
+    loader = Loader(data, GlobalBatches(12, 4, shuffle=False), collate, loading=Loading(workers))
     try:
         return list(loader.epoch(0))
     finally:
@@ -138,6 +139,13 @@ def test_errors_keep_what_the_system_says_and_those_that_cannot_be_sent_their_te
     assert local.value.__notes__ == ["fetching example 7 of Images"]
     decoding = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
     assert str(FromWorker.of(decoding).error()) == str(decoding)
+
+
+@pytest.mark.parametrize("data", [Images(lambda: 0), Stream(Images(lambda: 0))])
+def test_a_batch_that_cannot_be_sent_is_an_error_and_no_wait(data: Any) -> None:
+    with pytest.raises((AttributeError, PicklingError), match="pickle") as found:
+        read(data, 1, lambda examples: lambda: examples)
+    assert "a batch cannot be sent from a data worker" in found.value.__notes__[0]
 
 
 @pytest.mark.filterwarnings("ignore:Got pickle error")

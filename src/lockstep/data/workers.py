@@ -14,6 +14,7 @@ import pickle
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.queues import Queue
 from typing import Any, NamedTuple
 
 import torch
@@ -96,6 +97,13 @@ def begin(worker: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, QUIET_SIGNALS)
     die_with_parent()
     show_stack_on_request()
+    Queue._on_queue_feeder_error = _not_sent  # type: ignore[attr-defined]
+
+
+def _not_sent(queue: Queue[Any], error: Exception, item: Any) -> None:
+    """Sends the error in place of a batch that cannot be pickled: the rank would wait for the batch for ever."""
+    error.add_note("a batch cannot be sent from a data worker: return tensors and plain data, or set data.workers to 0")
+    queue.put((item[0], FromWorker.of(error)))
 
 
 @contextlib.contextmanager

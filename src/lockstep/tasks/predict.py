@@ -193,8 +193,12 @@ class _Work:
             num_workers=self._workers,
             multiprocessing_context=workers.start_method(),
             worker_init_fn=workers.begin,
+            persistent_workers=True,  # until they are ended here
         )
-        yield from workers.fetched(loader, type(self._data).__name__)
+        try:
+            yield from workers.fetched(loader, type(self._data).__name__)
+        finally:
+            workers.end(loader, at_once=False)
 
 
 def _rounded(count: int, multiple: int) -> int:
