@@ -160,6 +160,19 @@ def test_a_stream_that_looks_for_its_worker_is_not_divided_twice() -> None:
     assert sorted(read(passes(own, 1, workers=2)[0])) == list(range(20))
 
 
+def test_a_single_worker_is_as_in_torch_for_what_divides_itself_and_none_for_others() -> None:
+    class AsksTorch(Numbers):
+        def __iter__(self) -> Iterator[float]:
+            info = get_worker_info()
+            assert info is None or (info.dataset is self and info.seed > 0)
+            yield from (-1, -1) if info is None else (info.id, info.num_workers)
+
+    data = AsksTorch(0)
+    assert [read(passes(data, 1, workers=workers)[0]) for workers in (0, 1)] == [[-1, -1], [-1, -1]]
+    data.is_share = True  # type: ignore[attr-defined]
+    assert [read(passes(data, 1, workers=workers)[0]) for workers in (0, 1)] == [[-1, -1], [0, 1]]
+
+
 @pytest.mark.parametrize("data", [Sharded(UNEVEN), Numbers(26)], ids=["shards", "whole"])
 def test_a_buffer_shuffles_and_leaves_nothing_out(data: Any) -> None:
     plain = read(passes(data, 1)[0])
@@ -392,10 +405,28 @@ def test_a_stream_that_is_refused() -> None:
         in_step(Numbers(3), drop_last=True)
 
 
-def test_workers_without_a_shard_are_not_started_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_workers_without_a_shard_are_not_started_and_that_is_said() -> None:
+    walk = passes(Sharded([4, 4]), 1, workers=4)[0]
+    assert sorted(read(walk)) == Sharded([4, 4]).everything
+    assert "2 shards for 1 rank x 4 workers: work" in walk.who_reads and "data.workers to 2" in walk.who_reads
+
+
+def test_a_run_says_once_who_reads_what(new_run: Runs, caplog: pytest.LogCaptureFixture) -> None:
+    own = Numbers(6)
+    own.is_share = True  # type: ignore[attr-defined]
     with caplog.at_level("INFO"):
-        assert sorted(read(passes(Sharded([4, 4]), 1, workers=4)[0])) == Sharded([4, 4]).everything
-    assert "2 shards for 1 ranks x 4 workers" in caplog.text and "data.workers to 2" in caplog.text
+        for data in (Numbers(6), Sharded(UNEVEN), own):
+            run = new_run(folder=str(len(caplog.messages)))
+            set_up(run)
+            trained(run, data)
+    assert [each for each in caplog.messages if "1 rank" in each] == [
+        "Numbers: 1 rank reads all of it",
+        "Sharded: 6 shards, divided over 1 rank",
+        "Numbers divides itself (is_share): each reader of 1 rank trains on all that it yields there",
+    ]
+    two = [passes(data, 2, workers=2)[0].who_reads for data in (Numbers(6), Sharded(UNEVEN))]
+    assert "each of 4 readers (2 ranks x 2 workers) reads all of it" in two[0] and "divided over 2" not in two[0]
+    assert two[1] == "Sharded: 6 shards, divided over 2 ranks x 2 workers"
 
 
 # In a run
@@ -600,10 +631,34 @@ def test_tar_shards_that_are_missing_or_cut_off_are_named(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="no paths were given"):
         lockstep.TarShards([])
     whole = write_tar(tmp_path / "a.tar", 5).read_bytes()
-    for size in (100, 600, 1024, 2048, 2600):
+    first, second = (rf"in or after its member 'folder/0000\.{kind}txt': .*\. Write it again" for kind in ("", "seg."))
+    for size, where in ((100, "truncated header.* Write"), (600, first), (1024, first), (1600, second), (2048, second)):
         (tmp_path / "cut.tar").write_bytes(whole[:size])
-        with pytest.raises(ConfigError, match=r"cut\.tar"):
+        with pytest.raises(ConfigError, match=rf"cut\.tar .*{where}"):
             list(lockstep.TarShards(tmp_path / "cut.tar"))
+    (tmp_path / "cut.tar").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"cut\.tar cannot be read as a tar file: empty .*\. Write it again"):
+        list(lockstep.TarShards(tmp_path / "cut.tar"))
+    packed = write_tar(tmp_path / "b.tar.gz", 400, "w:gz").read_bytes()
+    for size, where in (
+        (len(packed) // 2, r"damaged or cut off in or after its member 'folder/0\d+\."),
+        (3, "tar file"),
+    ):
+        (tmp_path / "cut.tar").write_bytes(packed[:size])
+        with pytest.raises(ConfigError, match=rf"cut\.tar .*{where}"):
+            list(lockstep.TarShards(tmp_path / "cut.tar"))
+    gone = lockstep.TarShards(tmp_path / "cut.tar")
+    (tmp_path / "cut.tar").unlink()
+    with pytest.raises(ConfigError, match=r"cut\.tar cannot be opened: No such file or directory\. Restore it"):
+        list(gone)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_cannot_be_decoded_is_named(tmp_path: Path, workers: int) -> None:
+    data = lockstep.TarShards(write_tar(tmp_path / "a.tar", 5), decode=lambda sample: int(sample["txt"]))
+    with pytest.raises(ValueError, match="invalid literal for int") as found:
+        read(passes(data, 1, workers=workers)[0])
+    assert f"decoding folder/0000.txt, folder/0000.seg.txt of {tmp_path / 'a.tar'}: wri" in found.value.__notes__[0]
 
 
 # In a task

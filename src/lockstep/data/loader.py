@@ -17,6 +17,7 @@ from lockstep.data.batches import GlobalBatches, MicroBatch, Position
 from lockstep.data.permutation import Indices, Part
 from lockstep.data.seeding import COLLATING, FETCHING, Key, States, generators_kept, seed_by
 from lockstep.data.workers import Loading, Packed, collate_packed
+from lockstep.distributed.from_worker import FromWorker
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.moving import pinned
@@ -27,6 +28,7 @@ Fetch = Callable[..., Any]  # of indices and their Seeds; without any, random nu
 
 # Datasets that are evaluated come and go; the loaders of so many are kept.
 _KEPT_FOR_EVALUATION = 4
+_SHOWN = 32  # examples in a message
 
 
 class Seeds(NamedTuple):
@@ -78,9 +80,9 @@ class Loader:
         asked: deque[MicroBatch] = deque()  # of the workers, and not handed out yet
         self._keys.next_ones = self._asking(epoch, start, asked)
         if self._worker_loader is None:
-            fetcher = _MicroBatchDataset(batch_fetcher(self.dataset, self.collate, in_worker=True))
+            fetcher = WorkerFetch(batch_fetcher(self.dataset, self.collate, in_worker=True))
             self._worker_loader = workers.loader(fetcher, self._loading, sampler=self._keys)
-        for batch in workers.fetched(self._worker_loader):
+        for batch in workers.fetched(self._worker_loader, type(self.dataset).__name__):
             yield asked.popleft(), batch.unpacked() if isinstance(batch, Packed) else batch
         assert not asked, f"the workers did not fetch {len(asked)} micro-batches"
 
@@ -132,12 +134,12 @@ class _Examples:
     def __call__(self, indices: Indices, seeds: Seeds | None = None) -> Any:
         numbers = indices.tolist()
         if seeds is None:
-            return self._collated(self._all(numbers))
+            return self._collated(self._all(numbers), numbers)
         with generators_kept() as states:
             examples = self._seeded(numbers, seeds, states)
             if self._collate is not None:  # the usual one draws nothing
                 seed_by((COLLATING, *seeds.of_epoch, int(seeds.positions[0])))
-            return self._collated(examples)
+            return self._collated(examples, numbers)
 
     def _seeded(self, numbers: list[int], seeds: Seeds, states: States) -> Any:
         if self._draws_from is None:
@@ -154,7 +156,7 @@ class _Examples:
     def _first(self, number: int, key: Key, draws_from: set[str]) -> Any:
         seed_by(key)
         seeded = States.now()
-        example = self._dataset[number]
+        example = self._one(number)
         draws_from.update(seeded.moved())
         return example
 
@@ -162,13 +164,24 @@ class _Examples:
         found = []
         for number, key in _keyed(numbers, seeds):
             seed_by(key, generators)
-            found.append(self._dataset.__getitems__([number]) if self._together else self._dataset[number])
+            found.append(self._all([number]) if self._together else self._one(number))
         return self._joined(found) if self._together else found
 
     def _all(self, numbers: list[int]) -> Any:
-        if self._together:
+        if not self._together:
+            return [self._one(number) for number in numbers]
+        try:
             return self._dataset.__getitems__(numbers)
-        return [self._dataset[number] for number in numbers]
+        except Exception as error:
+            error.add_note(f"fetching {_named(self._dataset, numbers)}")
+            raise
+
+    def _one(self, number: int) -> Any:
+        try:
+            return self._dataset[number]
+        except Exception as error:
+            error.add_note(f"fetching {_named(self._dataset, [number])}")
+            raise
 
     def _joined(self, found: list[Any]) -> Any:
         """Returns what `__getitems__` would have returned for all examples, from what it returned for each."""
@@ -184,8 +197,23 @@ class _Examples:
             "one by one, or draw in __getitem__"
         )
 
-    def _collated(self, examples: Any) -> Any:
-        return (self._collate or (collate_packed if self._in_worker else default_collate))(examples)
+    def _collated(self, examples: Any, numbers: list[int]) -> Any:
+        try:
+            return (self._collate or (collate_packed if self._in_worker else default_collate))(examples)
+        except Exception as error:
+            hint = "" if self._collate else ": without a collate function they must have the same shape"
+            error.add_note(f"collating {_named(self._dataset, numbers)}{hint}")
+            if none := [number for number, example in zip(numbers, examples, strict=False) if example is None]:
+                error.add_note(f"{_named(self._dataset, none)} is None: __getitem__ must return an example")
+            raise
+
+
+def _named(dataset: Any, numbers: list[int]) -> str:
+    """Returns the examples by the numbers that the dataset under any Subset has for them."""
+    while type(dataset) is Subset:
+        dataset, numbers = dataset.dataset, [int(dataset.indices[number]) for number in numbers]
+    shown = ", ".join(map(str, numbers[:_SHOWN])) + (f", ... ({len(numbers)} in all)" if len(numbers) > _SHOWN else "")
+    return f"example{'s' * (len(numbers) > 1)} {shown} of {type(dataset).__name__}"
 
 
 def _keyed(numbers: list[int], seeds: Seeds) -> Iterator[tuple[int, Key]]:
@@ -238,12 +266,17 @@ class _Keys(Sampler[Any]):
         return self.next_ones
 
 
-class _MicroBatchDataset(Dataset[Any]):
+class WorkerFetch(Dataset[Any]):
+    """Fetches in a worker; returns an error in place of the batch."""
+
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
 
-    def __getitem__(self, key: tuple[Indices, Seeds]) -> Any:
-        return self._fetch(*key)
+    def __getitem__(self, key: tuple[Any, ...]) -> Any:
+        try:
+            return self._fetch(*key)
+        except Exception as error:
+            return FromWorker.of(error)
 
 
 class Loaders:

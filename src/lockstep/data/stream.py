@@ -27,6 +27,7 @@ from lockstep.data.seeding import generators_kept
 from lockstep.data.stream_batches import BatchSlice, Chunk, ShardAssignment, with_counts
 from lockstep.data.stream_reader import OWN, PIECES, WHOLE, ReaderShards, Reading, Source, StreamReader, piece_order
 from lockstep.data.workers import Loading
+from lockstep.distributed.from_worker import FromWorker
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import ranks_text
 from lockstep.errors import ConfigError
@@ -45,15 +46,19 @@ class Readers(IterableDataset[Any]):
     cut: BatchSlice
     start: int
 
-    def __iter__(self) -> Iterator[Chunk]:
+    def __iter__(self) -> Iterator[Chunk | FromWorker]:
         info = torch.utils.data.get_worker_info()
         assert info is not None
-        # What is divided here must not divide itself once more by the worker that it is in. What divides itself must
-        # find itself in the same worker as before it was interrupted.
-        number, count = self.readers[info.id].number, len(self.readers)
-        same = torch_worker.WorkerInfo(id=number, num_workers=count, seed=info.seed, dataset=info.dataset)
+        # What is divided here must not divide itself once more by the worker that it is in: it finds itself in none, as
+        # without workers (in one of one, a Hugging Face dataset shuffles otherwise). What divides itself must find
+        # itself in the same worker as before it was interrupted.
+        number, count, data = self.readers[info.id].number, len(self.readers), self.reading.source.data
+        same = torch_worker.WorkerInfo(id=number, num_workers=count, seed=info.seed, dataset=data)
         torch_worker._worker_info = same if self.kind == OWN else None
-        return self.read(info.id)
+        try:
+            yield from self.read(info.id)
+        except Exception as error:
+            yield FromWorker.of(error)
 
     def read(self, number: int) -> Generator[Chunk, None, None]:
         cut, shards, batch = self.cut, self.readers[number], self.start
@@ -71,13 +76,20 @@ class Readers(IterableDataset[Any]):
                     with generators_kept() if cut.collate is not None else contextlib.nullcontext():
                         if cut.collate is not None:
                             reader.seed_for_collating(cut.dp_rank)
-                        batches, fillers = cut.batches(mine, taken[0])
+                        batches, fillers = self._collated(mine, taken[0], reader)
                     first = _digest(taken) if digest else None
                     digest = False
                     yield Chunk(number, len(mine), batches, fillers, reader.place(), first)
                 batch += 1
         finally:
             reader.close()
+
+    def _collated(self, mine: Sequence[Any], spare: Any, reader: StreamReader) -> tuple[list[Any], list[Any]]:
+        try:
+            return self.cut.batches(mine, spare)
+        except Exception as error:
+            error.add_note(f"collating {len(mine)} of {reader.first(reader.position)}")
+            raise
 
 
 class Pass:
@@ -108,6 +120,7 @@ class Pass:
         division = ShardAssignment(source.name, self.kind, self._order, cut, loading.workers)
         if not evaluates:
             division.check(resumes=saved is not None)
+        self.who_reads = division.who_reads()
         readers = division.resume(saved) if saved else division.begin()
         chunk = buffer or (cut.batch_size if self.kind == WHOLE else max(cut.size, 1))
         reading = Reading(source, pieces, chunk, buffer is not None, seed, epoch, set_epoch=not evaluates, walk=name)
@@ -174,7 +187,7 @@ class Pass:
         try:
             if self._loading.workers:
                 self._loader = workers.loader(self._readers, self._loading, count=len(self._readers.readers))
-                yield from workers.fetched(self._loader)
+                yield from workers.fetched(self._loader, self._source.name)
                 return
             pin = self._loading.pin_memory and torch.cuda.is_available()
             with contextlib.closing(self._readers.read(0)) as chunks:
@@ -261,6 +274,7 @@ class Streams:
         self._fill, self._multiple = fill, multiple
         self._sources: dict[int, Source] = {}
         self._passes: list[Pass] = []
+        self._logged: set[str] = set()  # who reads what
 
     def source(self, data: Any) -> Source:
         """Returns the one source of a stream. It keeps its data, so that no other can come to have the same id."""
@@ -272,7 +286,11 @@ class Streams:
         cut = BatchSlice(
             self._dp_rank, self._dp_size, batch_size, accumulate, drop_last, self._fill, self._multiple, collate
         )
-        return self._opened(Pass(self.source(data), cut, self._loading, seed=self._seed, **how))
+        made = Pass(self.source(data), cut, self._loading, seed=self._seed, **how)
+        if made.who_reads not in self._logged:
+            self._logged.add(made.who_reads)
+            logger.info(made.who_reads)
+        return self._opened(made)
 
     def evaluating(self, data: Any, batch_size: int, collate: Collate | None, alone: bool) -> Pass:
         dp_rank, dp_size = (0, 1) if alone else (self._dp_rank, self._dp_size)

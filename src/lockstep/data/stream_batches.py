@@ -222,32 +222,40 @@ class ShardAssignment:
         return self._divided_anew([ReaderShards.of(each) for readers in places for each in readers])
 
     def check(self, resumes: bool) -> None:
-        """Refuses a stream of which a rank would have nothing; logs where dividing it costs something."""
+        """Refuses a stream of which a rank would have nothing."""
         cut, pieces, readers = self.cut, len(self.order), self.cut.dp_size * max(self.workers, 1)
         if self.kind != WHOLE and cut.batch_size < cut.dp_size:
             raise ConfigError(
                 f"batch_size: {cut.batch_size} examples of {self.name} cannot be shared by {cut.dp_size} ranks, each "
                 f"of which takes them from a part of its own: set it to {cut.dp_size} or more"
             )
-        if resumes:
-            return
-        if self.kind == PIECES and pieces < cut.dp_size:
+        if self.kind == PIECES and pieces < cut.dp_size and not resumes:
             raise ConfigError(
                 f"{self.name}: {pieces} shards for {cut.dp_size} ranks leave {cut.dp_size - pieces} of them without "
                 f"any: write the data into {readers} shards or more (ranks x workers), or train with {pieces} "
                 "processes or fewer"
             )
-        if self.kind == PIECES and pieces < readers:
-            logger.info(
-                "%s: %d shards for %d ranks x %d workers: workers without any are not started. Write the data into %d "
-                "shards or more, or set data.workers to %d",
-                self.name, pieces, cut.dp_size, self.workers, readers, pieces // cut.dp_size,
-            )  # fmt: skip
-        if self.kind == WHOLE and readers > 1:
-            logger.info(
-                "%s has no shards to divide (num_shards, shard), or fewer than ranks: each of %d readers (ranks x "
-                "workers) reads all of it, and every rank keeps its part of each batch", self.name, readers,
-            )  # fmt: skip
+
+    def who_reads(self) -> str:
+        """Returns a line for the log."""
+        name, ranks, workers, pieces = self.name, self.cut.dp_size, self.workers, len(self.order)
+        who = f"{ranks} rank{'s' * (ranks > 1)}" + (f" x {workers} worker{'s' * (workers > 1)}" if workers else "")
+        readers = ranks * max(workers, 1)
+        if self.kind == OWN:
+            return f"{name} divides itself (is_share): each reader of {who} trains on all that it yields there"
+        if self.kind == WHOLE:
+            if readers == 1:
+                return f"{name}: {who} reads all of it"
+            return (
+                f"{name} has no shards to divide (num_shards, shard), or fewer than ranks: each of {readers} readers "
+                f"({who}) reads all of it, and every rank keeps its part of each batch"
+            )
+        if pieces >= readers:
+            return f"{name}: {pieces} shards, divided over {who}"
+        return (
+            f"{name}: {pieces} shards for {who}: workers without any are not started. Write the data into {readers} "
+            f"shards or more, or set data.workers to {max(pieces // ranks, 1)}"
+        )
 
     def _divided(self, order: list[int]) -> list[ReaderShards]:
         if self.kind != PIECES:

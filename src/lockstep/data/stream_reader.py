@@ -253,6 +253,11 @@ class StreamReader:
         pieces = self._shards.pieces
         return pieces[min(self._at, len(pieces) - 1)] if pieces else 0
 
+    def first(self, count: int) -> str:
+        """Returns what a message calls the first examples of the current piece."""
+        shard = f", shard {self.piece}" if self._reading.pieces > 1 else ""
+        return f"the first {count} examples of {self._reading.source.name}{shard}"
+
     def close(self) -> None:
         if self._opened is not None:
             self._opened.close()
@@ -296,7 +301,7 @@ class StreamReader:
                     load_generators(self._random)
             self._generators = States.now()
         if self._state is None and self._read:
-            found = len(self._examples(self._read))
+            found = len(self._examples(self._read, before=0))
             if found < self._read:
                 raise self._shorter(self._read, found)
         self._read_chunk()
@@ -318,18 +323,23 @@ class StreamReader:
 
     def _read_chunk(self) -> None:
         assert self._opened is not None
-        self._chunk = self._examples(self._size)
+        self._chunk = self._examples(self._size, before=self._read)
         self._opened.ended = len(self._chunk) < self._size
         if self._reading.shuffle:
             key = [SHUFFLING, *self._key(self._read)]
             self._chunk = [self._chunk[index] for index in sorted_words(len(self._chunk), *key)]
 
-    def _examples(self, count: int) -> list[Any]:
-        """Returns the next examples of the piece; its code draws from the generators of the piece."""
+    def _examples(self, count: int, before: int) -> list[Any]:
+        """Returns the next examples of the piece, after `before` others; its code draws from the piece's generators."""
         assert self._opened is not None
         with generators_kept():
             self._generators.restore()
-            found = list(islice(self._opened.examples, count))
+            found: list[Any] = []
+            try:
+                found.extend(islice(self._opened.examples, count))
+            except Exception as error:
+                error.add_note(f"reading on after {self.first(before + len(found))}")
+                raise
             self._generators = States.now()
             self._drawn = saved_generators() if self._seeded.moved() else None
         return found

@@ -63,35 +63,69 @@ class TarShards(IterableDataset[Any]):
         while self._shard < len(self.paths):
             for sample, offset in _samples(self.paths[self._shard], self._samples, self._offset):
                 self._samples, self._offset = self._samples + 1, offset
-                yield sample if self.decode is None else self.decode(sample)
+                yield sample if self.decode is None else self._decoded(sample)
             self._shard, self._samples, self._offset = self._shard + 1, 0, 0
+
+    def _decoded(self, sample: Sample) -> Any:
+        assert self.decode is not None
+        members = [f"{sample['__key__']}.{extension}".rstrip(".") for extension in sample if extension != "__key__"]
+        try:
+            return self.decode(sample)
+        except Exception as error:
+            error.add_note(
+                f"decoding {', '.join(members)} of {self.paths[self._shard]}: write the shard again without it, or let "
+                "decode take it"
+            )
+            raise
+
+
+class _Member(tarfile.TarInfo):
+    """Refuses what is no header, where tarfile takes all but the first for the end: a file that is cut off reads like
+    a whole one, but for the zeros that end a tar file."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
+        try:
+            return super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError as error:
+            if buf == bytes(_BLOCK):
+                raise
+            raise tarfile.ReadError(str(error)) from None
 
 
 def _samples(path: str, done: int, offset: int | None) -> Iterator[tuple[Sample, int | None]]:
-    with open(path, "rb") as file:  # noqa: PTH123
+    try:
+        opened = open(path, "rb")  # noqa: PTH123, SIM115
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be opened: {error.strerror}. Restore it, or leave it out of the paths of TarShards"
+        ) from None
+    with opened as file:
         compressed = _is_compressed(file)
         if not compressed and done and offset is not None:
             file.seek(offset)
             done = 0
         try:
-            tar = tarfile.open(fileobj=file, mode="r|*" if compressed else "r:")  # noqa: SIM115
-        except tarfile.ReadError as error:
-            if file.seek(0, 2) == offset:
+            tar = tarfile.open(fileobj=file, mode="r|*" if compressed else "r:", tarinfo=_Member)  # noqa: SIM115
+        except (tarfile.ReadError, TypeError) as error:  # TypeError: of a gzip file that is cut off in its header
+            if offset and file.seek(0, 2) == offset:
                 return  # nothing came after the sample before
-            raise ConfigError(f"{path} cannot be read as a tar file: {error}") from None
+            raise ConfigError(f"{path} cannot be read as a tar file: {error}. Write it again") from None
         with tar:
-            for sample, following in _grouped(path, tar, file, compressed):
+            for sample, following in _grouped(path, tar, compressed):
                 if done:
                     done -= 1
                 else:
                     yield sample, following
 
 
-def _grouped(path: str, tar: tarfile.TarFile, file: IO[bytes], compressed: bool) -> Iterator[tuple[Sample, int | None]]:
+def _grouped(path: str, tar: tarfile.TarFile, compressed: bool) -> Iterator[tuple[Sample, int | None]]:
     sample: Sample = {}
+    last = "before its first member"
     try:
         for member in tar:
             tar.members = []  # type: ignore[attr-defined]  # which it would keep, all of them
+            last = f"in or after its member {member.name!r}"
             if not member.isfile():
                 continue
             key, extension = _split(member.name)
@@ -102,21 +136,10 @@ def _grouped(path: str, tar: tarfile.TarFile, file: IO[bytes], compressed: bool)
             assert opened is not None
             sample = {**(sample or {"__key__": key}), extension: opened.read()}
     except (tarfile.ReadError, EOFError, OSError) as error:
-        raise ConfigError(f"{path} is damaged or cut off at byte {tar.offset}: {error}. Write it again") from None
-    if not compressed:
-        _require_end(path, file, tar.offset)
+        raise ConfigError(f"{path} is damaged or cut off {last}: {error}. Write it again") from None
     if sample:
         yield sample, None if compressed else tar.offset
     # Read on from here, there is nothing but the end.
-
-
-def _require_end(path: str, file: IO[bytes], offset: int) -> None:
-    """A file that was cut off between two members reads like a whole one, but for the zeros that end a tar file."""
-    file.seek(max(offset - _BLOCK, 0))
-    if file.read(_BLOCK) != bytes(_BLOCK):
-        file.seek(offset)
-        if file.read(_BLOCK) != bytes(_BLOCK):
-            raise ConfigError(f"{path} is cut off at byte {offset}: a tar file ends with zeros. Write it again")
 
 
 def _split(name: str) -> tuple[str, str]:

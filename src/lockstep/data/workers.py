@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import math
 import multiprocessing
+import pickle
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.queues import Queue
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +22,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 from torch.utils.data._utils import signal_handling
 
+from lockstep.distributed.from_worker import FromWorker
 from lockstep.distributed.signals import QUIET_SIGNALS, die_with_parent
 from lockstep.distributed.watch.stacks import show_stack_on_request
+from lockstep.errors import ConfigError
 
 _ALIGNED_TO = 64
 _LEAST_PART = 1 / 4  # of the file that a view must be: so a kept one holds at most four times its own size
@@ -46,7 +50,7 @@ def loader(
         batch_size=None,
         sampler=sampler,
         num_workers=count or loading.workers,
-        collate_fn=_unchanged,
+        collate_fn=unchanged,
         pin_memory=loading.pin_memory and torch.cuda.is_available(),
         prefetch_factor=loading.prefetch or 2,
         persistent_workers=True,
@@ -62,16 +66,27 @@ def start_method() -> str:
     return "fork" if multiprocessing.get_start_method() == "fork" else "spawn"
 
 
-def fetched(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Starts the workers of a loader where they do not run yet; yields what they fetch."""
-    with signals_kept_back():
-        iterator: Any = iter(loader)
+def fetched(loader: DataLoader[Any], name: str) -> Iterator[Any]:
+    """Starts the workers of a loader where they do not run yet; yields what they fetch of the data called `name`."""
+    try:
+        with signals_kept_back():
+            iterator: Any = iter(loader)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        if start_method() == "fork":  # which pickles nothing
+            raise
+        raise ConfigError(
+            f"data.workers: {name} cannot be sent to worker processes ({error}). Define its functions and classes at "
+            "the top level of a module (no lambda) and open files in the worker, or set data.workers to 0"
+        ) from None
     for worker in iterator._workers:
         worker._popen.terminate = worker._popen.kill  # they ignore SIGTERM
-    return iterator  # type: ignore[no-any-return]
+    for batch in iterator:
+        if isinstance(batch, FromWorker):
+            raise batch.error()
+        yield batch
 
 
-def _unchanged(batch: Any) -> Any:
+def unchanged(batch: Any) -> Any:
     """In place of what torch would do to a batch from a worker, and not to one that is fetched here."""
     return batch
 
@@ -82,6 +97,13 @@ def begin(worker: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, QUIET_SIGNALS)
     die_with_parent()
     show_stack_on_request()
+    Queue._on_queue_feeder_error = _not_sent  # type: ignore[attr-defined]
+
+
+def _not_sent(queue: Queue[Any], error: Exception, item: Any) -> None:
+    """Sends the error in place of a batch that cannot be pickled: the rank would wait for the batch for ever."""
+    error.add_note("a batch cannot be sent from a data worker: return tensors and plain data, or set data.workers to 0")
+    queue.put((item[0], FromWorker.of(error)))
 
 
 @contextlib.contextmanager

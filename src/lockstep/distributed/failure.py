@@ -48,6 +48,10 @@ _LITTLE_BYTES = 1_000_000
 Memory = Literal["", "device", "host"]
 
 
+class InWorker(Exception):
+    """The traceback of a data worker as text: the cause of an error that came from it."""
+
+
 class LocalError(NamedTuple):
     message: str
     is_complete: bool  # whether the message needs no traceback
@@ -221,11 +225,14 @@ def _message(error: BaseException, text: str, ours: bool, lost: bool) -> str:
         return text
     if lost:
         return f"lost the connection to another rank ({type(error).__name__})"
-    return f"{type(error).__name__}: {text}"
+    notes = [note for note in getattr(error, "__notes__", []) if "\n" not in note]
+    return f"{type(error).__name__}: {text}" + (f" ({'; '.join(notes)})" if notes else "")
 
 
 def user_traceback(error: BaseException) -> list[str]:
-    """Returns the traceback from the first frame in user code on."""
+    """Returns the traceback from the first frame in user code on; that of the data worker for an error from there."""
+    if isinstance(error.__cause__, InWorker):
+        return [str(error.__cause__)]
     here = str(Path(__file__).parents[1])
     internal = (here, "<frozen ")
     entry: TracebackType | None = error.__traceback__

@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.storage import sync_folder
 from lockstep.config.schema import After, RunConfig
 from lockstep.data import workers
-from lockstep.data.loader import batch_fetcher, check_dataset
+from lockstep.data.loader import WorkerFetch, batch_fetcher, check_dataset
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.evaluation.means import evaluating
@@ -186,14 +186,19 @@ class _Work:
             yield from map(batch_fetcher(self._data, collate), filled)
             return
         loader: DataLoader[Any] = DataLoader(
-            self._data,
-            batch_sampler=[each.tolist() for each in filled],
-            collate_fn=collate or default_collate,
+            WorkerFetch(batch_fetcher(self._data, collate)),
+            batch_size=None,
+            sampler=[(each,) for each in filled],
+            collate_fn=workers.unchanged,
             num_workers=self._workers,
             multiprocessing_context=workers.start_method(),
             worker_init_fn=workers.begin,
+            persistent_workers=True,  # until they are ended here
         )
-        yield from workers.fetched(loader)
+        try:
+            yield from workers.fetched(loader, type(self._data).__name__)
+        finally:
+            workers.end(loader, at_once=False)
 
 
 def _rounded(count: int, multiple: int) -> int:
