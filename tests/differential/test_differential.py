@@ -190,6 +190,16 @@ GAN = (Loss((0, 1), True, True, (1,), 1), Loss((0, 1), False, True, (0,), 1))
     ),
     (Way(1, "fsdp"),),
 )
+# Under ddp, torch waited for gradients of a forward pass that had no backward pass, also once weights were frozen.
+@example(
+    replace(
+        SIMPLE,
+        optimizers=("sgd", "sgd"),
+        walks=(Walk((0,), "all", 0, 1, (ONE,)), Walk((0,), "all", 0, 1, (Loss((0, 1), True, True, (1,), 1),))),
+        frozen="later",
+    ),
+    (Way(2, "auto"),),
+)
 def test_a_loop_computes_what_plain_torch_computes(
     pools: dict[int, Pool], folder: Path, part: int, program: Program, chain: tuple[Way, ...]
 ) -> None:

@@ -63,6 +63,10 @@ class Replica(DistributedDataParallel):
                     "others are by now (requires_grad_). Leave the hook out, or freeze before run.setup"
                 )
             self._changed = True
+            if self._awaited:  # of a forward pass without a backward pass, whose gradients torch still waits for
+                self._awaited = False
+                self.reducer._reset_state()
+                self._fix_buckets()
         elif any(trained):
             self._awaited = True
             try:
@@ -86,11 +90,14 @@ class Replica(DistributedDataParallel):
         order of its parameters, which are in the reverse order of the model's.
         """
         self._trained = [each.requires_grad for each in self.module.parameters()]
-        self.reducer._push_all_rebuilt_params()
-        self.reducer._rebuild_buckets()
+        self._fix_buckets()
         next(each for each in self.module.parameters() if each.requires_grad).register_post_accumulate_grad_hook(
             self._reach
         )
+
+    def _fix_buckets(self) -> None:
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()
 
     def _reach(self, parameter: Tensor) -> None:
         self._reached = True
