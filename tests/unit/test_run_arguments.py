@@ -60,6 +60,8 @@ WRONG: list[tuple[Use, str]] = [
     (lambda run: next(run.batches(DATA, 4, accumulate=0)), "accumulate: must be a whole number of 1 or more, got 0"),
     (lambda run: next(run.batches(5, 4)), "^the dataset must be a map-style dataset .* got int"),
     (lambda run: next(run.batches(TensorDataset, 4)), "^the dataset must be a map-style dataset .* got type"),
+    (lambda run: next(run.batches(DATA, 4, order=5)), "order must be a name, a mapping or a function, got 5"),
+    (lambda run: run.autocast("generator"), "run.autocast: there is no model 'generator', only model"),
     (lambda run: run.evaluate(lambda batch: None, DATA, 4), r"measure\(batch\) returned a NoneType: return metrics by"),
     (lambda run: run.evaluate(lambda batch: batch[0], DATA, 4), r"measure\(batch\) returned a Tensor: return metrics"),
     (lambda run: run.evaluate(dict, DATA, 4, on="rank1"), "run.evaluate: on must be all or rank0, got 'rank1'"),
