@@ -38,6 +38,14 @@ def brief(text: str, longest: int = 200) -> str:
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
 
 
+def described(value: object) -> str:
+    """Says what was given in place of something else."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}, not an object of it"
+    plain = value is None or isinstance(value, (str, int, float))
+    return brief(repr(value), 60) if plain else f"a {type(value).__name__}"
+
+
 def size(count: float) -> str:
     """Formats a number of bytes: `1.5 MB`."""
     number, prefix = scaled(count / 1000, 1000, "kMGT")

@@ -471,6 +471,31 @@ def test_values_that_are_none_are_refused(given: Any, told: str, new_run: Callab
         fit(new_run(), config(task=f"{__name__}:Wrong"))
 
 
+class NoNames(Line):
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        return torch.zeros(3)
+
+
+class NoModel(Wrong):
+    def model(self) -> Any:
+        return chosen[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [(None, "got None"), ({"a": nn.Linear}, "got the class Linear, not an object of it"), ((1, 2), "got a tuple")],
+)
+def test_what_is_no_model_is_refused(given: Any, told: str, new_run: Callable[..., Run]) -> None:
+    chosen[:] = [given]
+    with pytest.raises(ConfigError, match=rf"NoModel.model\(\) must return a torch.nn.Module, or a mapping .* {told}"):
+        fit(new_run(), config(task=f"{__name__}:NoModel"))
+
+
+def test_metrics_without_names_are_refused(new_run: Callable[..., Run]) -> None:
+    with pytest.raises(ConfigError, match=r"NoNames.metrics\(\) returned a tensor of shape \[3\]: return metrics by"):
+        fit(new_run(), config(task=f"{__name__}:NoNames"))
+
+
 class OneCycle(Line):
     every: Any = "1 step"
 

@@ -459,6 +459,7 @@ FULL = "task:\n  type: task.py:Mine\ntrain:\n  batch_size: 8\n"
         ("=3", "write key.path=value"),
         ("train..epochs=3", "write key.path=value"),
         ("train.epochs={", "not valid YAML"),
+        ("optimizer.lr=0.1", "optimizer.type: missing: the config has no optimizer section. Set optimizer.type, too"),
     ],
 )
 def test_a_wrong_override_is_told_by_the_override_and_not_by_the_file(

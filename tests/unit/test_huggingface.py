@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from conftest import ROOT
 from lockstep.adapters.documents import IGNORED, conversations_of, documents_of, packed, within
@@ -95,6 +97,7 @@ def test_files_of_all_kinds_have_the_same_rows(tmp_path: Path) -> None:
             b'{"text": "a"}\n{"text": "\xff"}',
             "a.jsonl, line 2: byte 0xff is no UTF-8: save the file as UTF-8",
         ),
+        ("a.jsonl", b'{"text": "\\ud800"}', "a.jsonl, line 1: 'text' has half of a character (a lone surrogate such"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: JSON that is nested too deep"),
         ("a.json", b'{"text": "a"}', "a.json: must be a list of objects, got {'text': 'a'}"),
         ("a.json", b'{"text": "a"}\n{"text": "b"}', "(line 2, column 1). Name a file with an object per line .jsonl"),
@@ -244,12 +247,80 @@ def test_what_cannot_be_kept_is_refused_by_name(pretrained: Path, tmp_path: Path
         ({"lora": {"r": 8, "targets": ["none"]}}, "task.lora: .*none"),
         ({"generate": {"prompt": []}}, "task.generate.prompt: Generation has no such argument, did you mean prompts"),
         ({"messages": "talk", "prompt": "q"}, "task.prompt: a conversation"),
+        ({"data": None}, "task.data: input should be a valid string, got None"),
+        ({"tokenizer": 5}, r"task.tokenizer: there is no folder .*/5\. "),
+        ({"text": ["a", "b"]}, r"task.text: input should be a valid string, got \['a', 'b'\]"),
+        ({"max_length": "64"}, "task.max_length: input should be a valid integer, got '64'"),
+        ({"packing": "yes"}, "task.packing: input should be a valid boolean, got 'yes'"),
+        ({"lora": 8}, "task.lora: input should be a valid dictionary, got 8"),
+        ({"lora": {"r": 8, "bias": "some"}}, r"task.lora: .*: NotImplementedError: Requested bias: some"),
+        ({"generate": ["a"]}, r"task.generate: input should be a valid dictionary, got \['a'\]"),
+        ({"generate": {"prompts": "hi"}}, "task.generate.prompts: 'str' instances are not allowed .*, got 'hi'"),
+        ({"generate": {"max_new_tokens": 0}}, "task.generate.max_new_tokens: input should be greater than 0, got 0"),
+        ({"compute_metrics": "math:pi"}, "task.compute_metrics: must be the import path of a function, got 'math:pi'"),
         ({"packng": True}, "task.packng: CausalLM has no such argument, did you mean packing"),
     ],
 )
 def test_mistakes_are_named(pretrained: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         task(**{"folder": pretrained, "data": str(pretrained / "pairs.jsonl"), **arguments}).model()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", None, "has no config.json: save it by save_pretrained, or name another"),
+        (
+            "config.json",
+            b'{"model_type": "llama", "num_attention_heads": 3}',
+            "AutoConfig: .*\n.* is not a multiple of",
+        ),
+        ("config.json", b'{"model_type": "t5"}', "by AutoModelForCausalLM: Unrecognized configuration class"),
+        ("model.safetensors", None, r"task.folder: .* has no \*.safetensors: save it by save_pretrained"),
+        ("model.safetensors", b"no weights", "by AutoModelForCausalLM: SafetensorError: "),
+        ("tokenizer.json", None, "Set task.tokenizer to a folder with a tokenizer.json"),
+    ],
+)
+def test_a_folder_that_cannot_be_opened_is_named(
+    pretrained: Path, tmp_path: Path, file: str, content: bytes | None, message: str
+) -> None:
+    shutil.copytree(pretrained, tmp_path / "model")
+    (tmp_path / "model" / file).unlink()
+    if content is not None:
+        (tmp_path / "model" / file).write_bytes(content)
+    init = "config" if content is not None and b"t5" in content else "weights"
+    with pytest.raises(ConfigError, match=message):
+        task(tmp_path / "model", init=init).model()
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"answer": ""}], "no row has a token to learn: look at its texts, and task.max_length"),
+        ([{"talk": [{"role": "user", "content": "a"}]}], "no row has a token to learn"),
+        ([{"talk": [{"role": "assistant", "content": "a"}]}], "row 1: talk: the conversation begins with an answer"),
+        ([{"talk": [{"role": "user", "content": None}]}], "row 1: talk: a message must be an object with role and con"),
+    ],
+)
+def test_rows_of_which_nothing_can_be_learned_are_refused(
+    pretrained: Path, tmp_path: Path, rows: list[dict[str, Any]], message: str
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f"{json.dumps(each)}\n" for each in rows))
+    made = task(pretrained, data=str(file), messages="talk" if "talk" in rows[0] else None)
+    if made.messages:
+        made.tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    with pytest.raises(ConfigError, match=rf"task.data: {file}.*{message}"):
+        made.train_data()
+
+
+def test_the_tokenizer_of_another_model_and_a_prompt_of_nothing_are_named(pretrained: Path) -> None:
+    made = task(pretrained)
+    with pytest.raises(ConfigError, match="the prompt '' has no tokens"):
+        made.answers(nn.Linear(1, 1), ["a", ""])
+    made.config.vocab_size = 20
+    with pytest.raises(ConfigError, match=r"pretrained makes token \d+, but the model has tokens 0 to 19: take the"):
+        made.train_data()
 
 
 def test_a_continuation_is_that_of_generate(pretrained: Path) -> None:
@@ -324,6 +395,34 @@ def test_classes_have_names_and_texts_may_come_in_pairs(pretrained: Path, tmp_pa
         classes(labels=["good", "great"]).train_data()
     with pytest.raises(ConfigError, match=r"task.labels: 1: there must be two classes"):
         classes(labels=1)
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (None, "input should be .* valid integer, got None"),
+        (2.0, "input should be .* valid integer, got 2.0"),
+        ("ab", "'str' instances are not allowed .*, got 'ab'"),
+        (["a", "a"], r"\['a', 'a'\]: there must be two classes at least, each once"),
+    ],
+)
+def test_labels_that_are_none_are_named(pretrained: Path, labels: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"task.labels: {message}"):
+        SequenceClassification(folder=str(pretrained), data="rows.csv", labels=labels)
+
+
+def test_a_token_for_padding_may_be_in_either_config(pretrained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(pretrained, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    pad = settings.pop("pad_token")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    made = SequenceClassification(folder=str(folder), data="rows.csv", labels=2)
+    assert made.tokenizer.pad_token == pad and made.tokenizer.pad_token_id == made.config.pad_token_id
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "pad_token_id": None}))
+    with pytest.raises(ConfigError, match=f"task.tokenizer: {folder} has no token for padding: set pad_token"):
+        SequenceClassification(folder=str(folder), data="rows.csv", labels=2)
 
 
 def test_a_shorter_row_has_a_mask(pretrained: Path) -> None:

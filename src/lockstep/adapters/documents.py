@@ -51,12 +51,17 @@ def conversations_of(rows: Sequence[Mapping[str, Any]], tokenizer: Any, messages
     for number, row in enumerate(rows, 1):
         try:
             for each in row[messages]:
-                if not isinstance(each, Mapping) or "role" not in each:
+                if not isinstance(each, Mapping) or "role" not in each or _is_bare(each):
                     raise ValueError(f"a message must be an object with role and content, got {brief(repr(each), 60)}")
             found.append((_marked if marked else _rendered)(tokenizer, row[messages]))
         except Exception as error:  # of a template: a role that it does not know
             raise ConfigError(f"{at}, row {number}: {messages}: {error}") from None
     return found
+
+
+def _is_bare(message: Mapping[str, Any]) -> bool:
+    """Whether a message says nothing: a template would write `None` for it."""
+    return all(value is None for name, value in message.items() if name != "role")
 
 
 def _marked(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> Document:
@@ -75,6 +80,8 @@ def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> Document
     learned = np.zeros(len(begins), bool)
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
+            if number == 0:
+                raise ConfigError("the conversation begins with an answer: begin it with what the answer is to")
             before = tokenizer.apply_chat_template(messages[:number], tokenize=False, add_generation_prompt=True)
             after = tokenizer.apply_chat_template(messages[: number + 1], tokenize=False)
             if not (whole.startswith(after) and after.startswith(before)):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import Dataset
@@ -26,10 +28,11 @@ from lockstep.adapters.documents import (
     within,
 )
 from lockstep.adapters.text_files import lines_of, read_rows
-from lockstep.config.objects import check_arguments, construct, import_object
+from lockstep.config.objects import check_arguments, check_types, construct, import_object
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
 from lockstep.evaluation.means import Mean, evaluating
+from lockstep.shown import brief
 from lockstep.tasks.callbacks import Callback
 from lockstep.tasks.task import Task
 
@@ -37,6 +40,7 @@ SYNTHETIC = "synthetic"  # in place of a file: rows of random tokens
 _DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PACKS = ("sdpa", "eager")  # how attention is computed, where documents in one row were seen to stay apart
 _LORA = {"alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules"}  # -> peft's names
+_NEEDED = {"AutoConfig": "config.json", "AutoTokenizer": "*.json"}  # in a folder; for models, weights
 _RATE = 5e-5  # of transformers' Trainer
 
 
@@ -60,6 +64,9 @@ class _Pretrained(Task):
     _peft_task: ClassVar[str]
 
     def __post_init__(self) -> None:
+        self.text, self.max_length = self.text or "text", self.max_length or 0
+        ours = next(each for each in type(self).__mro__ if each.__module__ == __name__)  # not what a user adds
+        check_types(self, ours, "task")
         if self.init not in ("weights", "config"):
             raise ConfigError(f"task.init: must be weights or config, got {self.init!r}")
         if self.dtype not in _DTYPES:
@@ -76,31 +83,36 @@ class _Pretrained(Task):
         if not 1 < self.max_length <= longest:
             raise ConfigError(f"task.max_length: {self.max_length}: this model has positions for 2 to {longest} tokens")
         if self.compute_metrics is not None:
-            self.compute_metrics = import_object(self.compute_metrics, "task.compute_metrics")
+            given = self.compute_metrics
+            self.compute_metrics = import_object(given, "task.compute_metrics") if isinstance(given, str) else None
+            if not callable(self.compute_metrics):
+                raise ConfigError(f"task.compute_metrics: must be the import path of a function, got {given!r}")
             self.epoch_metrics = self._computed_metrics  # type: ignore[method-assign]
 
     def _config_settings(self) -> dict[str, Any]:
         return {}
 
     @staticmethod
-    def _opened(kind: str, folder: str, at: str, **settings: Any) -> Any:
+    def _opened(kind: str, folder: Any, at: str, **settings: Any) -> Any:
         """Opens a local folder (or config.json) by a class of transformers', without anybody's code."""
         try:
             import transformers
         except ImportError:
             raise ConfigError("task: needs transformers: pip install 'lockstep-train[text]'") from None
         transformers.utils.logging.disable_progress_bar()
-        if not Path(folder).exists():
+        path, needed = Path(str(folder)), _NEEDED.get(kind, "*.safetensors")
+        if not path.exists():
             raise ConfigError(
-                f"{at}: there is no folder {Path(folder).absolute()}. Nothing is downloaded: `hf download NAME "
+                f"{at}: there is no folder {path.absolute()}. Nothing is downloaded: `hf download NAME "
                 "--local-dir FOLDER` does that before"
             )
-        try:
+        if path.is_dir() and not any(path.glob(needed)):
+            raise ConfigError(f"{at}: {folder} has no {needed}: save it by save_pretrained, or name another folder")
+        remedy = ". Set task.tokenizer to a folder with a tokenizer.json" if kind == "AutoTokenizer" else ""
+        with _explained(f"{at}: {folder} cannot be opened by {kind}", remedy):
             return getattr(transformers, kind).from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False, **settings
             )
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-            raise ConfigError(f"{at}: {folder} cannot be opened by {kind}: {str(error).strip()}") from None
 
     def model(self) -> nn.Module:
         settings = {"dtype": _DTYPES[self.dtype], "attn_implementation": self.attention}
@@ -108,7 +120,8 @@ class _Pretrained(Task):
         if self.init == "config" or torch.get_default_device().type == "meta":
             import transformers
 
-            found = getattr(transformers, self._auto).from_config(self.config, **settings)
+            with _explained(f"task.folder: {self.folder} cannot be opened by {self._auto}"):
+                found = getattr(transformers, self._auto).from_config(self.config, **settings)
         else:
             found, loaded = self._opened(
                 self._auto, self.folder, "task.folder", config=self.config, output_loading_info=True,
@@ -132,10 +145,8 @@ class _Pretrained(Task):
             raise ConfigError("task.lora: needs peft: pip install 'lockstep-train[text]'") from None
         given = {"target_modules": "all-linear"} | {_LORA.get(name, name): each for name, each in settings.items()}
         check_arguments(peft.LoraConfig, given, "task.lora")
-        try:
+        with _explained(f"task.lora: {dict(settings)}"):
             adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(task_type=self._peft_task, **given))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"task.lora: {dict(settings)}: {error}") from None
         return adapted
 
     def train_data(self) -> Dataset[Example]:
@@ -146,6 +157,14 @@ class _Pretrained(Task):
 
     def _dataset(self, path: str, at: str) -> Dataset[Example]:
         raise NotImplementedError
+
+    def _require_known(self, token: int) -> None:
+        known = getattr(self.config.get_text_config(), "vocab_size", 2**31)
+        if token >= known:
+            raise ConfigError(
+                f"task.tokenizer: {self.tokenizer.name_or_path} makes token {token}, but the model has tokens 0 to "
+                f"{known - 1}: take the tokenizer of this model"
+            )
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         trained = [each for each in model.parameters() if each.requires_grad]
@@ -158,6 +177,16 @@ class _Pretrained(Task):
         rows = {name: each if isinstance(each, Tensor) else _stacked(each) for name, each in outputs.items()}
         found: Mapping[str, Any] = self.compute_metrics(EvalPrediction(**{k: v.numpy() for k, v in rows.items()}))
         return found
+
+
+@contextmanager
+def _explained(what: str, remedy: str = "") -> Iterator[None]:
+    """Names what transformers or peft refuses, by errors of many kinds."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, (OSError, ValueError, ImportError)) else f"{type(error).__name__}: "
+        raise ConfigError(f"{what}: {kind}{brief(str(error).strip(), 600).rstrip('.')}{remedy}") from None
 
 
 def _longest(config: Any) -> int:
@@ -193,6 +222,7 @@ class CausalLM(_Pretrained):
         if self.messages is not None and self.prompt is not None:
             raise ConfigError("task.prompt: a conversation (task.messages) has its prompts in it: leave one out")
         self._generation: Generation = construct(Generation, dict(self.generate or {}), "task.generate")
+        check_types(self._generation, Generation, "task.generate")
 
     def _check_loaded(self, missing: Sequence[str]) -> None:
         if missing:
@@ -221,6 +251,9 @@ class CausalLM(_Pretrained):
         else:
             documents = documents_of(rows, self.tokenizer, self.text, self.prompt)
         documents = within(documents, self.max_length, divide=len(columns) == 1 and self.messages is None)
+        if not documents:
+            raise ConfigError(f"{at}: {path}: no row has a token to learn: look at its texts, and task.max_length")
+        self._require_known(max(int(tokens.max()) for tokens, _ in documents))
         lengths = [len(tokens) for tokens, _ in documents]
         alone = [[number] for number in range(len(documents))]
         return TokenRows(documents, packed(lengths, self.max_length) if self.packing else alone)
@@ -278,6 +311,8 @@ class CausalLM(_Pretrained):
             chats = [[{"role": "user", "content": each}] for each in prompts]
             prompts = self.tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
         asked = self.tokenizer(prompts, add_special_tokens=self.messages is None)["input_ids"]
+        if [] in asked:
+            raise ConfigError(f"the prompt {prompts[asked.index([])]!r} has no tokens: write a word, or leave it out")
         ends = self.tokenizer.eos_token_id
         found = [each[: each.index(ends)] if ends in each else each for each in _continued(model, asked, limit)]
         return [str(self.tokenizer.decode(each, skip_special_tokens=True)) for each in found]
@@ -286,7 +321,7 @@ class CausalLM(_Pretrained):
 @dataclass(frozen=True)
 class Generation:
     prompts: Sequence[str] = ()
-    max_new_tokens: int = 64
+    max_new_tokens: Annotated[int, Field(gt=0)] = 64
 
 
 class _Samples(Callback):
@@ -351,7 +386,7 @@ def _require_separate_documents(model: Any) -> None:
 class SequenceClassification(_Pretrained):
     """A model that tells the class of a text, or of a pair of texts."""
 
-    labels: Sequence[str] | int  # the names of the classes, as the column has them; or how many, of 0, 1, 2 ...
+    labels: Sequence[str | float | bool] | int  # the names of the classes in the column; or how many, of 0, 1 ...
     label: str = "label"  # the column of classes
     pair: str | None = None  # the column of second texts
 
@@ -359,16 +394,20 @@ class SequenceClassification(_Pretrained):
     _peft_task = "SEQ_CLS"
 
     def __post_init__(self) -> None:
-        self._names = list(range(self.labels)) if isinstance(self.labels, int) else list(self.labels)
-        if len(self._names) < 2 or self.data == SYNTHETIC:
-            raise ConfigError(f"task.labels: {self.labels!r}: there must be two classes at least, and data with them")
         super().__post_init__()
+        if self.tokenizer.pad_token_id is None and self.config.pad_token_id is not None:
+            self.tokenizer.pad_token = self.tokenizer.convert_ids_to_tokens(self.config.pad_token_id)
         if self.config.pad_token_id is None:
             self.config.pad_token_id = self.tokenizer.pad_token_id
-        if self.config.pad_token_id is None:
+        if self.tokenizer.pad_token_id is None:
             raise ConfigError(f"task.tokenizer: {self.tokenizer.name_or_path} has no token for padding: set pad_token")
 
     def _config_settings(self) -> dict[str, Any]:
+        self._names = list(range(self.labels)) if isinstance(self.labels, int) else list(self.labels)
+        if len({*map(str, self._names)}) < max(2, len(self._names)) or self.data == SYNTHETIC:
+            raise ConfigError(
+                f"task.labels: {self.labels!r}: there must be two classes at least, each once, and data with them"
+            )
         names = [str(each) if isinstance(each, str) else f"LABEL_{each}" for each in self._names]
         return {"num_labels": len(names), "id2label": dict(enumerate(names)),
                 "label2id": {name: number for number, name in enumerate(names)}}  # fmt: skip
@@ -382,6 +421,7 @@ class SequenceClassification(_Pretrained):
             raise ConfigError(f"{at}: {path} has a {self.label} {min(wrong)!r}, but task.labels are {self._names}")
         texts = [[str(row[name]) for row in rows] for name in columns[:-1]]
         encoded = self.tokenizer(*texts, truncation=True, max_length=self.max_length)
+        self._require_known(max(max(each, default=0) for each in [*encoded["input_ids"], [self.config.pad_token_id]]))
         examples = [
             {**{name: each[row] for name, each in encoded.items()}, "labels": numbers[label]}
             for row, label in enumerate(found)

@@ -41,7 +41,17 @@ def _chosen(row: Any, columns: Sequence[str], place: str, lists: bool) -> dict[s
         if isinstance(row[name], list) != lists or isinstance(row[name], dict):
             wanted = "a list of messages" if lists else "a text or a number"
             raise ConfigError(f"{place}: {name!r} must be {wanted}, got {brief(repr(row[name]), 60)}")
+        if isinstance(row[name], str) and not _is_text(row[name]):
+            raise ConfigError(f"{place}: {name!r} has half of a character (a lone surrogate such as \\ud800): mend it")
     return {name: row[name] for name in columns}
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _rows(path: Path, at: str) -> Iterator[tuple[str, Any]]:

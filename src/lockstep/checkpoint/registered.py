@@ -62,6 +62,8 @@ class RegisteredState:
 
     def register(self, name: str, part: Stateful, elsewhere: Elsewhere) -> None:
         """Registers an object, and restores it at once where the run is restored already."""
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise ConfigError(f"{name}: must have state_dict() and load_state_dict(), got a {type(part).__name__}")
         self._parts[name] = part, elsewhere
         if name in self._unclaimed:
             self._load(name, self._unclaimed.pop(name))

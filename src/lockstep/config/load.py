@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -235,7 +236,11 @@ def _describe(
         shown = LEFT_OUT if any(secrets_in({str(keys[-1]): value})) else redacted(value)
         return f"{place}: {name}: unknown key, {advice} (value {shown!r})"
     if kind == "missing":
-        return f"{place}: {name}: missing"
+        section = _dotted(keys[:-1])
+        alone = section and re.search(rf"(^| ){re.escape(section)}\.[^ ]*=", place)  # one value made the section
+        return f"{place}: {name}: missing" + (
+            f": the config has no {section} section. Set {name}, too" if alone else ""
+        )
     message = message.removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     if kind == "literal_error":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import difflib
 import fnmatch
 import importlib
@@ -14,7 +15,9 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from lockstep.config.plain import did_you_mean, nearest, read_bytes
 from lockstep.config.schema import Component, RunConfig
@@ -69,6 +72,20 @@ def check_arguments(cls: Any, arguments: dict[str, Any], path: str, *positional:
         raise ConfigError(
             f"{path}: {cls.__name__} cannot be made from {arguments!r}: {error}. Its arguments are {valid}"
         ) from None
+
+
+def check_types(made: Any, cls: type, path: str) -> None:
+    """Checks the fields of a dataclass against their annotations; a Path may stand for its text."""
+    hints = get_type_hints(cls, include_extras=True)
+    for field in dataclasses.fields(cls):
+        value = getattr(made, field.name)
+        try:
+            TypeAdapter(hints[field.name]).validate_python(
+                str(value) if isinstance(value, Path) else value, strict=True
+            )
+        except ValidationError as problems:
+            told = " or ".join(each["msg"].replace("Input", "input", 1) for each in problems.errors())
+            raise ConfigError(f"{path}.{field.name}: {told}, got {brief(repr(value), 60)}") from None
 
 
 class NotInstalled(ConfigError):

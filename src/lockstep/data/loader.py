@@ -245,14 +245,20 @@ def _fetch_tensors(tensors: tuple[torch.Tensor, ...], indices: Indices, seeds: S
 
 def check_dataset(dataset: Any, name: str) -> int:
     """Returns the number of examples; refuses what is not map-style or is empty."""
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+    of_task = "()" in name
+    where, must, is_one = (f"task: {name}", "return", "returned") if of_task else (name, "be", "is")
+    if (
+        isinstance(dataset, (IterableDataset, type))
+        or not hasattr(dataset, "__len__")
+        or not hasattr(dataset, "__getitem__")
+    ):
         raise ConfigError(
-            f"task: {name} must return a map-style dataset (with __len__ and __getitem__) or a stream (with __iter__), "
+            f"{where} must {must} a map-style dataset (with __len__ and __getitem__) or a stream (with __iter__), "
             f"got {type(dataset).__name__}"
         )
     count = len(dataset)
     if count == 0:
-        raise ConfigError(f"task: {name} returned a dataset of length 0: there is nothing to train on")
+        raise ConfigError(f"{where} {is_one} a dataset of length 0: it needs examples")
     return count
 
 

@@ -294,6 +294,8 @@ def choose(asked: OrderChoice, shuffle: bool, dataset: Any, batch_size: int, see
         return asked
     if callable(asked):
         asked = {"type": "own", "order": asked}
+    if not isinstance(asked, (str, Mapping)):
+        raise ConfigError(f"run.batches: order must be a name, a mapping or a function, got {asked!r}")
     given = {"type": asked} if isinstance(asked, str) else dict(asked)
     values = {name: given.pop(name) for name in _VALUES if name in given and not isinstance(given[name], str)}
     ordering = validate(Ordering, given, {}, "run.batches: order")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import operator
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ def source_of(
                 "run.batches: batch_size is missing: run.batches(dataset, 64). A DataLoader has its own; without one "
                 "(batch_size=None) it is a stream of examples, or run.stream takes the batches that its dataset makes"
             )
-        return Source(data, batch_size, collate, shuffle, drop_last, order)
+        return Source(data, whole_number(batch_size, "batch_size", 1), collate, shuffle, drop_last, order)
     source = taken(data, seed)
     arguments = {"batch_size": batch_size, "collate": collate, "order": order, "drop_last": drop_last or None}
     arguments["shuffle"] = shuffle if not shuffle and type(source.order) is not Sequential else None
@@ -80,6 +81,17 @@ def source_of(
             "dataset: run.batches(loader.dataset, ...)"
         )
     return source
+
+
+def whole_number(value: Any, name: str, least: int) -> int:
+    """Returns an argument that counts something."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ConfigError(f"{name}: must be a whole number of {least} or more, got {value!r}")
+    return number
 
 
 def makes_batches(data: Any) -> bool:

@@ -19,7 +19,7 @@ from lockstep.data.batches import MicroBatch, Position, Ramps
 from lockstep.data.cursors import Cursor, Cursors, Progress
 from lockstep.data.loader import Collate, Loaders, check_dataset, one_ahead
 from lockstep.data.order import choose
-from lockstep.data.source import Source
+from lockstep.data.source import Source, whole_number
 from lockstep.data.stream import Pass, Streams
 from lockstep.data.stream_batches import streamed
 from lockstep.data.stream_reader import check_stream, is_stateful, is_stream
@@ -157,7 +157,7 @@ class BatchFeed:
     def plan(self, given: Source, name: str | None, *, accumulate: int, site: str | None = None) -> PlannedPass:
         """Checks a pass over a dataset or a stream of examples."""
         dataset, batch_size, drop_last = given.dataset, given.batch_size, given.drop_last
-        accumulate *= self._strategy.micro_batches
+        accumulate = whole_number(accumulate, "run.batches: accumulate", 1) * self._strategy.micro_batches
         self._release_for(dataset)
         if is_stream(dataset):
             if given.order is not None:

@@ -100,6 +100,8 @@ class Evaluator:
         name: str,
         leaves: Callable[[], bool],
     ) -> dict[str, Any] | None:
+        if on not in ("all", "rank0"):
+            raise ConfigError(f"run.evaluate: on must be all or rank0, got {on!r}")
         together = self._strategy.measures_together
         alone = on == "rank0" and not together
         count, micros, compare = self._micro_batches(dataset, batch_size, collate, alone, name)

@@ -152,6 +152,8 @@ class Models:
 
     def precision_of(self, name: str | None) -> str:
         """Returns the precision of a model, or of the first."""
+        if name is not None and name not in self.entries:
+            raise ConfigError(f"run.autocast: there is no model {name!r}, only {', '.join(self.entries) or 'none'}")
         chosen = self.entries[name] if name is not None else next(iter(self.entries.values()), None)
         return chosen.precision if chosen is not None else "float32"
 

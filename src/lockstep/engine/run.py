@@ -18,15 +18,15 @@ from lockstep.config.training import Compile, Ema
 from lockstep.data.cursors import Progress, call_site
 from lockstep.data.loader import Collate
 from lockstep.data.order import OrderChoice
-from lockstep.data.source import source_of
+from lockstep.data.source import source_of, whole_number
 from lockstep.engine.devices import Devices
 from lockstep.engine.ema import ema_settings, in_place
 from lockstep.engine.engine import Engine
-from lockstep.engine.setup import SetupOptions
+from lockstep.engine.setup import SetupOptions, skips_nan
 from lockstep.engine.weights import Given
 from lockstep.errors import ConfigError
 from lockstep.evaluation.means import Mean, Measure
-from lockstep.record import samples
+from lockstep.record import meters, samples
 from lockstep.strategy.compiled import how_to_compile
 from lockstep.strategy.mesh import shard_rules
 from lockstep.strategy.parameters import without_gradients
@@ -182,7 +182,7 @@ class Run:
         are as in the config's `train`, `init_from` as there.
         """
         options = SetupOptions(
-            precision, clip_norm, how_to_compile(compile), activation_checkpointing, on_nan == "skip",
+            precision, clip_norm, how_to_compile(compile), activation_checkpointing, skips_nan(on_nan),
             None if ema is None else ema_settings(ema), shard_rules(shard or {}), parallelize, init_weights, init_from,
         )  # fmt: skip
         placed = self._engine.setup(model, optimizer, scheduler, name, options)
@@ -210,7 +210,7 @@ class Run:
     def epochs(self, count: int | None) -> Iterator[int]:
         """Yields the epochs still to do, up to `count` (without end where it is None). An epoch is done when the loop
         comes back for the next one, so that what follows its last batch belongs to it."""
-        return self._engine.epochs(count)
+        return self._engine.epochs(None if count is None else whole_number(count, "run.epochs", 0))
 
     def batches(
         self,
@@ -341,7 +341,7 @@ class Run:
         """Saves everything needed to resume bit for bit; `value` is what the best checkpoints are kept by. After the
         inner loop of an epoch, the epoch is saved as done: call it last."""
         with self.region("checkpoint"):
-            self._engine.save(value, metrics, explicit=True)
+            self._engine.save(None if value is None else meters.number(value, "run.checkpoint"), metrics, explicit=True)
 
     def restore(self, step: int | None = None, best: bool = False) -> bool:
         """Resumes from the newest good checkpoint of this run's folder; returns False where there is none.
@@ -351,6 +351,6 @@ class Run:
         """
         return self._engine.restore(step, best)
 
-    def load_weights(self, folder: Path, step: int) -> None:
+    def load_weights(self, folder: Path | str, step: int) -> None:
         """Loads the weights of a checkpoint of another run, to evaluate or use the model. That run is not changed."""
-        self._engine.load_weights(folder, step, {})
+        self._engine.load_weights(Path(folder), step, {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 from torch import nn
 from torch.optim import Optimizer
@@ -21,6 +21,7 @@ from lockstep.engine.loop_checks import check_hooks
 from lockstep.engine.stepper import refuse_half_weights
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
+from lockstep.shown import described
 from lockstep.strategy.activation_checkpointing import checkpoint_activations
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.compiled import compile_blocks, compile_whole, keep_compiled_code
@@ -62,7 +63,7 @@ class ModelSetup:
     ) -> tuple[nn.Module, weights.Frozen | None]:
         """Returns what to call in training, and the frozen weights that checkpoints leave out, if any."""
         activity, precision = self._group.activity, options.precision
-        _check(model, optimizer, precision)
+        _check(model, optimizer, options)
         if self._strategy.keeps_slices:  # which makes new parameters
             check_hooks(dict(model.named_parameters()), self._strategy, are_lost=True)
         self._strategy.check_precision(precision)
@@ -139,12 +140,30 @@ class ModelSetup:
         return None if found is None else weights.Frozen(frozenset(names), found)
 
 
-def _check(model: nn.Module, optimizer: Optimizer | None, precision: str) -> None:
+def skips_nan(on_nan: str) -> bool:
+    if on_nan not in ("stop", "skip"):
+        raise ConfigError(f"run.setup: on_nan must be stop or skip, got {on_nan!r}")
+    return on_nan == "skip"
+
+
+def _check(model: Any, optimizer: Any, options: SetupOptions) -> None:
+    clip_norm: Any
+    precision, clip_norm, recomputed = options.precision, options.clip_norm, options.activation_checkpointing
+    if not isinstance(model, nn.Module):
+        several = isinstance(model, (list, tuple, Mapping))
+        remedy = "Call it for each model, with a name" if several else "Call run.setup(model, optimizer)"
+        raise ConfigError(f"run.setup: the model must be a torch.nn.Module, got {described(model)}. {remedy}")
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise ConfigError(f"run.setup: the optimizer must be a torch.optim.Optimizer, got {described(optimizer)}")
     if optimizer is not None and not any(
         each.requires_grad for group in optimizer.param_groups for each in group["params"]
     ):
         raise ConfigError("the model has no parameter that requires a gradient, so there is nothing to train")
     if precision not in get_args(Precision):
         raise ConfigError(f"run.setup: precision must be one of {', '.join(get_args(Precision))}, got {precision!r}")
+    if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
+        raise ConfigError(f"run.setup: clip_norm must be a number above 0, got {clip_norm!r}")
+    if recomputed is not None and not isinstance(recomputed, str):
+        raise ConfigError(f"run.setup: activation_checkpointing must be blocks or a pattern, got {recomputed!r}")
     if precision == "fp16":
         refuse_half_weights({str(each.dtype) for each in model.parameters()})

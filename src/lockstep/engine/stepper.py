@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -21,9 +23,12 @@ from lockstep.errors import ConfigError
 from lockstep.evaluation.means import Mean
 from lockstep.profiler import Profiler
 from lockstep.record.aggregator import MetricAggregator
+from lockstep.shown import brief
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.optimizer_step import divides_gradients, dividing, meets
 from lockstep.strategy.parameters import multiply_gradients
+
+logger = logging.getLogger(__name__)
 
 
 class Stepper:
@@ -47,6 +52,7 @@ class Stepper:
         self.loss_scale: LossScale | None = None  # where a model computes in float16
         self._evaluations: Evaluations | None = None  # while an optimizer evaluates a closure
         self._gradients = models.gradients
+        self._warned = False  # of a step without gradients
         # By optimizer: those whose gradients are those of the whole batch, and whether they are usable.
         self._finished: dict[int, tuple[Step, bool, list[nn.Parameter]]] = {}
         self.before_step: Callable[[Optimizer], None] | None = None  # called with finished gradients
@@ -61,6 +67,11 @@ class Stepper:
             )
         if self._finished:
             self._refuse_after_gradients(step)
+        if not total.requires_grad:
+            raise ConfigError(
+                "run.backward: the loss has no gradient: it was computed under torch.no_grad(), detached, or from "
+                "frozen parameters alone. Compute it by the model that run.setup returned, with gradients"
+            )
         complete = step.completes_batch
         factor = step.weight if count is None else step.scale
         exchanges = self._group.world_size > 1 and complete
@@ -95,6 +106,11 @@ class Stepper:
         if closure is None:
             self._gradients.require_known(parameters)
         usable = self.finish(stepped, step, number)
+        if closure is None and not self._warned and all(each.grad is None for each in parameters):
+            self._warned = True
+            logger.warning(
+                "run.step: no gradients at step %d, so no weight changes: call run.backward(loss) before", number
+            )
         if usable:
             divisor = self._clip(entry, optimizer, parameters, number) if closure is None else None
             for average in self._models.averages_of(stepped):
@@ -262,11 +278,18 @@ def _computed_otherwise(error: CheckpointError) -> ConfigError:
 def loss_and_count(loss: Any, count: Any = None) -> tuple[Tensor, Any]:
     """Returns a loss as a scalar and, where it is a sum, what it is a sum over."""
     if isinstance(loss, Mean):
-        return loss.total, loss.count
+        loss, count = loss.total, loss.count
+    if not (count is None or isinstance(count, Real) or (isinstance(count, Tensor) and count.numel() == 1)):
+        raise ConfigError(f"the count of a loss must be a single number, got {brief(repr(count), 60)}")
     if not isinstance(loss, Tensor):
+        remedy = (
+            "a number has no gradient, leave out .item()"
+            if isinstance(loss, (int, float))
+            else "return the one value to train on, and give the others to run.log or metrics()"
+        )
         raise ConfigError(
             f"the loss must be a scalar tensor, the mean over the batch, or a lockstep.Mean; got a "
-            f"{type(loss).__name__}: return the one value to train on, and give the others to run.log or metrics()"
+            f"{type(loss).__name__}: {remedy}"
         )
     if loss.dim() != 0:
         raise ConfigError(f"the loss must be a scalar, the mean over the batch; got shape {list(loss.shape)}")

@@ -89,7 +89,7 @@ def sums_of(
                 if together:
                     measure(move(batch))
                 continue
-            for name, value in measure(move(batch)).items():
+            for name, value in _by_name(measure(move(batch))).items():
                 # Filler counts for less than it is long, or takes back what other filler added.
                 totals.setdefault(name, []).append((examples / length, *_total(name, value, length)))
             counts.append(examples)
@@ -118,6 +118,15 @@ def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def _by_name(found: Any) -> Mapping[str, Any]:
+    if not isinstance(found, Mapping):
+        raise ConfigError(
+            f"measure(batch) returned a {type(found).__name__}: return metrics by name, with one value per example, "
+            "such as {'accuracy': right.float()}"
+        )
+    return found
 
 
 def _summed(name: str, totals: list[tuple[float, Any, Any]], batches: int) -> list[list[float]]:

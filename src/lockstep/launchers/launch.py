@@ -52,6 +52,8 @@ def launch(
     the list holds this rank's value alone. One process runs here as well, so that a debugger works. `lockstep resume
     FOLDER` starts the script that calls this once more, on the folder of the run.
     """
+    if not callable(main):
+        raise ConfigError(f"lockstep.launch: main must be a function, got {main!r}: do not call it yourself")
     checked = validate(RunSettings, {"processes": processes, **settings}, {}, "lockstep.launch")
     topology = Topology.from_env(os.environ) if launched(os.environ) else None
     if topology is not None and batch_task(os.environ) is not None and not has_rank(os.environ):

@@ -12,6 +12,7 @@ import torch
 
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
+from lockstep.shown import brief
 
 # name -> (weighted sum, weight)
 Sums = dict[str, list[float]]
@@ -105,7 +106,7 @@ class Meter:
     def _kept(self, name: str, value: Any) -> Any:
         """Copies a value, which the loop may write to later. A loss that is logged and trained on is copied once."""
         if not isinstance(value, torch.Tensor):
-            return value
+            return number(value, f"run.log({name}=...)")
         if value.is_cpu and type(value) is torch.Tensor and value.numel() == 1 and not value.is_complex():
             return value.item()
         version = -1 if value.is_inference() else value._version
@@ -116,6 +117,14 @@ class Meter:
         kept = value.detach().clone()
         self._last = (weakref.ref(value), version, kept)
         return kept
+
+
+def number(value: Any, name: str) -> float:
+    """Returns a value as a number, or refuses it by name."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(f"{name}: needs a single number, got {brief(repr(value), 60)}") from None
 
 
 class Totals:

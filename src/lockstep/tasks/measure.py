@@ -36,6 +36,11 @@ class TaskMeasure:
         found = self.of_loss(batch)
         with self._run.autocast():
             metrics = self._task.metrics(self._model, batch)
+        if not isinstance(metrics, Mapping):
+            raise ConfigError(
+                f"task: {type(self._task).__name__}.metrics() returned {_described(metrics)}: return metrics by name, "
+                'such as {"accuracy": right.float()}'
+            )
         twice = [name for name in metrics if name in found and name != "loss"]
         if twice:
             raise ConfigError(

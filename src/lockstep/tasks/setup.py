@@ -23,6 +23,7 @@ from lockstep.data.stream_reader import is_stream
 from lockstep.engine.models import DEFAULT, MATCH
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
+from lockstep.shown import described
 from lockstep.strategy.combined import CombinedOptimizer
 from lockstep.tasks.parameters import OTHERS, freeze, matrices_and_others, parameter_groups
 from lockstep.tasks.schedules import NamedSchedule, RunLength, Schedule, as_schedule, counts_tokens
@@ -37,6 +38,12 @@ def set_up(run: Run, task: Task, config: RunConfig, length: RunLength) -> dict[s
     vars(task)["_length"] = length  # which optimizers of an adapter may ask for
     made = run._engine.strategy.build(task.model)
     models = dict(made) if isinstance(made, Mapping) else {DEFAULT: made}
+    for each in models.values():
+        if not isinstance(each, nn.Module):
+            raise ConfigError(
+                f"task: {type(task).__name__}.model() must return a torch.nn.Module, or a mapping of several by name, "
+                f"got {described(each)}"
+            )
     if defines(task, "parallelize") and not config.strategy.has_mesh:
         logger.info("task.parallelize is for strategy: fsdp, hsdp and tensor; here every process has the whole model")
     if limits.freeze:
