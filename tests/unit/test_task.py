@@ -17,9 +17,10 @@ from conftest import TASK_FILE
 from lockstep import import_path
 from lockstep.config.load import load
 from lockstep.config.objects import check_arguments, construct, import_object
-from lockstep.config.schema import Component
+from lockstep.config.schema import Component, RunConfig
 from lockstep.errors import ConfigError
 from lockstep.tasks.create import check_names, create_task
+from lockstep.tasks.evaluate import data_named
 from lockstep.tasks.task import Task
 
 WHOLE = """
@@ -40,6 +41,26 @@ def imports_as_before() -> Iterator[None]:
     sys.path[:] = path
     for name in set(sys.modules) - modules:
         del sys.modules[name]
+
+
+class _TestDataAlone(Task):
+    def model(self) -> Any:
+        raise NotImplementedError
+
+    train_data = loss = model
+
+    def val_data(self) -> Any:
+        raise FileNotFoundError("on another machine")
+
+    def test_data(self) -> list[int]:
+        return [1, 2]
+
+
+def test_test_data_that_was_asked_for_needs_no_validation_data() -> None:
+    config = RunConfig.model_validate({"task": "a:B"})
+    assert data_named(_TestDataAlone(), config, "test") == {"test": [1, 2]}
+    with pytest.raises(FileNotFoundError):
+        data_named(_TestDataAlone(), config, "val")
 
 
 def component(type: str | Path, **arguments: Any) -> Component:

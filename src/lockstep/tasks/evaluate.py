@@ -119,7 +119,7 @@ def data_named(task: Task, config: RunConfig, name: str | None) -> dict[str, Dat
     `train`, `val` and `test` are as in training; one of several validation sets has its own name, and `NAME` also
     stands for the task's `NAME_data()`. Without a name: test data where there is any, else validation data.
     """
-    there = _there(task, config)
+    there = _there(task, config, name)
     if name is None:
         name = next((each for each in ("test", "val") if each in there), None)
         if name is None:
@@ -135,12 +135,16 @@ def data_named(task: Task, config: RunConfig, name: str | None) -> dict[str, Dat
     return found
 
 
-def _there(task: Task, config: RunConfig) -> dict[str, Any]:
-    """Returns validation and test data, if any; training data only where the others are parts of it."""
+def _there(task: Task, config: RunConfig, name: str | None) -> dict[str, Any]:
+    """Returns validation and test data, if any; training data only where the others are parts of it. Data that was
+    asked for by name needs no other, which may be elsewhere."""
     if config.data.split is not None:
         return dict(datasets_of(task, config))
-    made = {"val": task.val_data(), "test": task.test_data()}
-    return {name: data for name, data in made.items() if data is not None}
+    makers = {"val": task.val_data, "test": task.test_data}
+    if name in makers and (asked := makers[name]()) is not None:
+        return {name: asked}
+    made = {each: make() for each, make in makers.items()}
+    return {each: data for each, data in made.items() if data is not None}
 
 
 def _chosen(task: Task, there: dict[str, Any], name: str) -> dict[str, Dataset[Any]]:
