@@ -463,8 +463,11 @@ def test_no_file_of_a_checkpoint_is_a_pickle(store: CheckpointStorage) -> None:
 # Functions go to the processes that the launcher itself has just started, through pipes that nobody else can write to;
 # torch's elastic does the same. Nothing that comes from a file or over the network passes there.
 # `verify FILE.py` sends functions to its processes as launch() does, and they read tensors (weights_only) of a private
-# folder.
-MAY_PICKLE = {"launchers/local/child.py", "launchers/launch.py", "verify/parity.py", "verify/parity_rank.py"}
+# folder. A data worker sends its error to its rank as multiprocessing sends batches.
+MAY_PICKLE = {
+    "launchers/local/child.py", "launchers/launch.py", "verify/parity.py", "verify/parity_rank.py",
+    "distributed/from_worker.py", "data/workers.py",
+}  # fmt: skip
 PICKLING_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 PICKLING_CALLS = {
     ("torch", "load"),
