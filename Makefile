@@ -100,7 +100,7 @@ faults: test-environment
 
 # Random loops in plain PyTorch and in Lockstep: make test tries 200, always the same.
 fuzz: test-environment
-	LOCKSTEP_LOOPS=$(LOOPS) $(TEST_PYTHON) $(PYTEST) tests/differential $(ARGS)
+	LOCKSTEP_LOOPS=$(LOOPS) $(TEST_PYTHON) $(PYTEST) -o faulthandler_timeout=0 tests/differential $(ARGS)
 
 # SEED=N makes the same storm again.
 storm: test-environment
