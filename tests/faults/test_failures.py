@@ -126,7 +126,7 @@ def test_a_port_in_use_is_named_with_the_remedy(project: Project) -> None:
     ("task", "message"),
     [
         ({"type": f"{TASK_FILE}:NoLoss"}, "does not define loss(self, model"),
-        ({"type": f"{TASK_FILE}:Empty"}, "train_data() returned a dataset of length 0"),
+        ({"type": f"{TASK_FILE}:Empty"}, "train_data() is a dataset of length 0"),
         ({"type": TINY, "exampels": 3}, "task.exampels: Tiny has no such argument"),
         ({"type": "yaml:YAMLError"}, "is not a class derived from lockstep.Task"),
     ],

@@ -167,7 +167,7 @@ def test_user_code_that_takes_long_is_ended_only_where_a_rank_waits(
     assert launch(bodies.slow_in_user_code, processes=2, folder=run, timeouts=timeouts) == [25, 25]
     told = capfd.readouterr().err
     assert "No rank waits for another, so the run continues" in told
-    assert re.search(r"rank [01]: in loss of step 2, bodies\.py:", told), "both, where they came to it at one time"
+    assert re.search(r"rank [01]: in loss of step 2, bodies\.py:", told)  # both, where they came to it at one time
     assert " s for rank 1 (in loss of step 4, bodies.py:" in told
     assert len(steps_saved(run)) == 1, "a save was requested while rank 0 waited"
 

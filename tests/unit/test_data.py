@@ -505,12 +505,12 @@ class StreamOfKnownLength(Stream):
 
 @pytest.mark.parametrize("dataset", [Stream(), StreamOfKnownLength(), 3, None, iter([1, 2])])
 def test_what_is_not_map_style_is_refused_by_name(dataset: Any) -> None:
-    with pytest.raises(ConfigError, match=r"task: train_data\(\) must return a map-style dataset .* got "):
+    with pytest.raises(ConfigError, match=r"train_data\(\) must be a map-style dataset .* got "):
         check_dataset(dataset, "train_data()")
 
 
 def test_an_empty_dataset_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"task: train_data\(\) returned a dataset of length 0"):
+    with pytest.raises(ConfigError, match=r"train_data\(\) is a dataset of length 0"):
         check_dataset(TensorDataset(torch.zeros(0, 3)), "train_data()")
 
 

@@ -245,20 +245,18 @@ def _fetch_tensors(tensors: tuple[torch.Tensor, ...], indices: Indices, seeds: S
 
 def check_dataset(dataset: Any, name: str) -> int:
     """Returns the number of examples; refuses what is not map-style or is empty."""
-    of_task = "()" in name
-    where, must, is_one = (f"task: {name}", "return", "returned") if of_task else (name, "be", "is")
     if (
         isinstance(dataset, (IterableDataset, type))
         or not hasattr(dataset, "__len__")
         or not hasattr(dataset, "__getitem__")
     ):
         raise ConfigError(
-            f"{where} must {must} a map-style dataset (with __len__ and __getitem__) or a stream (with __iter__), "
+            f"{name} must be a map-style dataset (with __len__ and __getitem__) or a stream (with __iter__), "
             f"got {type(dataset).__name__}"
         )
     count = len(dataset)
     if count == 0:
-        raise ConfigError(f"{where} {is_one} a dataset of length 0: it needs examples")
+        raise ConfigError(f"{name} is a dataset of length 0: it needs examples")
     return count
 
 

@@ -131,7 +131,7 @@ def data_named(task: Task, config: RunConfig, name: str | None) -> dict[str, Dat
         each: without_loader(task, config, data, f"{each} data") for each, data in _chosen(task, there, name).items()
     }
     for each, data in found.items():
-        check_data(data, f"--data {each}:")
+        check_data(data, f"--data {each}")
     return found
 
 

@@ -182,7 +182,7 @@ def datasets_of(task: Task, config: RunConfig) -> Datasets:
     Their names are the prefixes of their metrics: `train`, `val`, `test`, and `val/NAME` where there are several.
     """
     train_data = without_loader(task, config, task.train_data(), "train_data()", trains=True)
-    check_data(train_data, "train_data()")
+    check_data(train_data, "task: train_data()")
     streams = is_stream(train_data)
     if config.data.shuffle_buffer is not None and not streams:
         raise ConfigError(
@@ -275,7 +275,7 @@ def _named(kind: str, given: Any, task: Task, config: RunConfig) -> Datasets:
         return {}
     if not isinstance(given, Mapping):
         given = without_loader(task, config, given, f"{kind}_data()")
-        check_data(given, f"{kind}_data()")
+        check_data(given, f"task: {kind}_data()")
         return {kind: given}
     given = {name: without_loader(task, config, each, f"{kind}_data()") for name, each in given.items()}
     if not given:
@@ -283,7 +283,7 @@ def _named(kind: str, given: Any, task: Task, config: RunConfig) -> Datasets:
     for name, each in given.items():
         if not isinstance(name, str) or not name or "/" in name:
             raise ConfigError(f"task: {kind}_data() has a dataset under {name!r}: a name is text without a slash")
-        check_data(each, f"{kind}_data()[{name!r}]")
+        check_data(each, f"task: {kind}_data()[{name!r}]")
     return {f"{kind}/{name}": each for name, each in given.items()}
 
 
@@ -301,7 +301,7 @@ def _split_length(datasets: Datasets, config: RunConfig) -> int | None:
 
 def check_data(data: Any, name: str) -> None:
     if is_stream(data):
-        check_stream(data, f"task: {name}")
+        check_stream(data, name)
     else:
         check_dataset(data, name)
 
