@@ -164,7 +164,7 @@ def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def save_by_dcp(run: Any, mib: int, asynchronous: bool) -> list[dict[str, float]]:
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict_saver as dcp
 
     model, optimizer = sharded(mib)
     found = []
@@ -174,7 +174,7 @@ def save_by_dcp(run: Any, mib: int, asynchronous: bool) -> list[dict[str, float]
         began = time.perf_counter()
         state = state_of(model, optimizer)
         if asynchronous:
-            future = dcp.async_save(state, checkpoint_id=str(target))
+            future: Any = dcp.async_save(state, checkpoint_id=str(target))
             blocked = time.perf_counter() - began
             future.result()
         else:
@@ -188,7 +188,7 @@ def save_by_dcp(run: Any, mib: int, asynchronous: bool) -> list[dict[str, float]
 
 
 def load_by_dcp(run: Any, mib: int) -> list[dict[str, float]]:
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
     from torch.distributed.checkpoint.state_dict import set_state_dict
 
     target = run.folder / "save"
@@ -197,12 +197,12 @@ def load_by_dcp(run: Any, mib: int) -> list[dict[str, float]]:
     model, optimizer = sharded(mib, trained=not there)
     if not there:
         run.barrier("a save")
-        dcp.save(state_of(model, optimizer), checkpoint_id=str(target))
+        state_dict_saver.save(state_of(model, optimizer), checkpoint_id=str(target))
         return []
     run.barrier("a restore")
     began = time.perf_counter()
     state = state_of(model, optimizer)
-    dcp.load(state, checkpoint_id=str(target))
+    state_dict_loader.load(state, checkpoint_id=str(target))
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return [{"seconds": time.perf_counter() - began}]
 

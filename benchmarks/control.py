@@ -64,7 +64,11 @@ def measure(calls: int, rounds: int, seed: int) -> dict[str, Any]:
     blocks = [name for _ in range(rounds) for name in order.sample(list(VARIANTS), len(VARIANTS))]
     rank = partial(on_a_rank, calls, blocks)
     # Nothing but the pulse and the heartbeat is to happen now and then.
-    settings = {"log": {"every": "1000000 steps"}, "watch": {"fingerprint_every": None}, "launch": {"threads": 1}}
+    settings: dict[str, Any] = {
+        "log": {"every": "1000000 steps"},
+        "watch": {"fingerprint_every": None},
+        "launch": {"threads": 1},
+    }
     with tempfile.TemporaryDirectory(prefix="control-") as out, report.silent_processes():
         return dict(lockstep.launch(rank, PROCESSES, runtime="cpu", out=out, **settings)[0])
 
@@ -106,7 +110,8 @@ def time_steps(run: Any, blocks: list[str]) -> list[tuple[str, dict[str, float]]
     from workload import make_data, make_model, make_optimizer
 
     model = make_model()
-    training = Training(run, *run.setup(model, make_optimizer(model)), make_data())
+    model, optimizer = run.setup(model, make_optimizer(model))
+    training = Training(run, model, optimizer, make_data())
     training.go(WARM_UP)
     # All ranks must do the same number of steps.
     steps = run.agree(lambda: max(1, round(BLOCK_SECONDS / training.step["clock"])), "how long a block is")

@@ -128,7 +128,11 @@ def measure(
             batches[loader].close()
         return {"first": first, "turns": turns, "processor": {each: used[each] / examples[each] for each in loaders}}
 
-    settings = {"data": {"workers": workers}, "log": {"every": "1000000 steps"}, "launch": {"threads": 1}}
+    settings: dict[str, Any] = {
+        "data": {"workers": workers},
+        "log": {"every": "1000000 steps"},
+        "launch": {"threads": 1},
+    }
     with tempfile.TemporaryDirectory(prefix="data-run-") as runs, report.silent_processes():
         (found,) = lockstep.launch(here, 1, runtime=runtime, out=runs, **settings)
     return dict(found)
@@ -187,7 +191,7 @@ def gpu_step(device: Any) -> Callable[[Any], None]:
 
     def step(batch: Any) -> None:
         tensors = [batch] if isinstance(batch, torch.Tensor) else list(batch)
-        value = matrix + sum(each.float().mean() for each in tensors).to(torch.bfloat16)
+        value = matrix + torch.stack([each.float().mean() for each in tensors]).sum().to(torch.bfloat16)
         for _ in range(8):
             value = value @ matrix
         if next(count) % 10 == 0:

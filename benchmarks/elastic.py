@@ -235,7 +235,7 @@ def main() -> None:
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
             variables = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
             child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=variables)
-            for line in child.stdout:
+            for line in child.stdout or ():
                 if line.startswith("ROW "):
                     found.append(json.loads(line.removeprefix("ROW ")))
                     print(json.dumps(found[-1]), file=sys.stderr, flush=True)

@@ -123,7 +123,9 @@ class Tars(IterableDataset[Any]):
 def members(file: Path) -> Iterator[int]:
     with tarfile.open(file) as tar:
         for member in tar:
-            yield int(tar.extractfile(member).read())
+            content = tar.extractfile(member)
+            assert content is not None
+            yield int(content.read())
 
 
 def decode(sample: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -45,8 +45,8 @@ def main() -> None:
     if chosen.child:
         case, file = chosen.child
         device, kind = case.split("-")
-        found = measure_here(device, kind, blocks, rounds=2 if chosen.quick else 3)
-        Path(file).write_text(json.dumps(found), encoding="utf-8")
+        measured = measure_here(device, kind, blocks, rounds=2 if chosen.quick else 3)
+        Path(file).write_text(json.dumps(measured), encoding="utf-8")
         return
     cases = [f"{device}-{kind}" for device in devices() for kind in STEPS]
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)

@@ -24,7 +24,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import report
 import torch
@@ -143,7 +143,8 @@ def main() -> None:
     chosen = report.parse(parser)
     chosen.tiny = chosen.tiny or chosen.quick
     if chosen.child:
-        in_this_process(*chosen.child, chosen.tiny)
+        name, file = chosen.child
+        in_this_process(name, file, chosen.tiny)
         return
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
@@ -182,7 +183,7 @@ def compare(chosen: argparse.Namespace, folder: Path) -> tuple[str, dict[str, An
     began = time.monotonic()
     caches: dict[str, Path] = {}
     if chosen.together:
-        found |= measured_together(cases, tiny, folder, chosen)
+        found |= measured_together(cases, tiny, folder, chosen, ceiling["ceiling"])
     for name in report.interleaved(
         [] if chosen.together else [each.name for each in cases], chosen, shuffled=chosen.repeats > 1
     ):
@@ -242,7 +243,7 @@ def measured(name: str, tiny: bool, folder: Path, caches: dict[str, Path], once:
 
 
 def measured_together(
-    cases: list[Case], tiny: bool, folder: Path, chosen: argparse.Namespace
+    cases: list[Case], tiny: bool, folder: Path, chosen: argparse.Namespace, ceiling: float
 ) -> dict[str, list[dict[str, Any]]]:
     """Steps alone: the first ones are those of several processes at once."""
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -255,7 +256,7 @@ def measured_together(
             continue
         result = dict(json.loads((folder / f"{name}.json").read_text(encoding="utf-8")))
         found[name].append({**result, "phases": {}, "cold phases": {}, "cold": None, "warm": None})
-        print(f"{name}: {cells(case_of(name), found[name], tiny, 1.0, None)}", file=sys.stderr, flush=True)
+        print(f"{name}: {cells(case_of(name), found[name], tiny, ceiling, None)}", file=sys.stderr, flush=True)
         if chosen.json is not None:
             chosen.json.write_text(json.dumps({"found": found}), encoding="utf-8")
     return found
@@ -603,7 +604,7 @@ def fabric(case: Case, task: Any, loader: Any, tiny: bool) -> None:
     fabric.launch()
     model = task.model()
     optimizer = task.optimizer(model)
-    model, optimizer = fabric.setup(torch.compile(model), optimizer)
+    model, optimizer = fabric.setup(cast(torch.nn.Module, torch.compile(model)), optimizer)
     for batch in itertools.islice(fabric.setup_dataloaders(loader), task.steps + 1):
         fabric.backward(task.loss(model, batch))
         fabric.clip_gradients(model, optimizer, max_norm=1.0)

@@ -47,7 +47,8 @@ def main() -> None:
     chosen = report.parse(parser)
     chosen.tiny = chosen.tiny or chosen.quick
     if chosen.child:
-        in_this_process(*chosen.child, chosen.tiny)
+        part, file = chosen.child
+        in_this_process(part, file, chosen.tiny)
         return
     names = [*(f"block: {each}" for each in BLOCKS), *(f"layers: {each}" for each in LAYERS), "products"]
     names = [each for each in chosen.only or names if not chosen.tiny or "torchao" not in each]
@@ -97,7 +98,10 @@ def shown(found: dict[str, Any]) -> str:
         rows = [
             [
                 side,
-                *(f"{each[side] * 1e3:.3f} ms ({layers['bf16'][side] / each[side]:.2f})" for each in layers.values()),
+                *(  # on a CPU there are no kernels to add up
+                    f"{each[side] * 1e3:.3f} ms ({layers['bf16'][side] / (each[side] or 1):.2f})"
+                    for each in layers.values()
+                ),
             ]
             for side in sides
         ]
@@ -185,7 +189,7 @@ def block(way: str, device: torch.device) -> dict[str, Any]:
     current: Any = model
     wanted = results()
     convert(model, way, device)
-    options = {"max_autotune_pointwise": True} if "tuned" in way else None
+    options: dict[str, Any] | None = {"max_autotune_pointwise": True} if "tuned" in way else None
     current = torch.compile(model, options=options)
     found = results()
     errors = {name: float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted}

@@ -32,7 +32,7 @@ class Case:
     steps: int
     activation_checkpointing: bool = False
     compiled: bool = True
-    gather: str = "float32"
+    param_dtype: str = "float32"
 
     @property
     def block(self) -> int:
@@ -51,9 +51,9 @@ CASES = [
     ),
     Case("Lockstep, fsdp: compile", "large", "fsdp", 40),
     Case("Lockstep, fsdp: activation checkpointing and compile", "large", "fsdp", 100, activation_checkpointing=True),
-    Case("Lockstep, fsdp: compile, gather bf16", "large", "fsdp", 40, param_dtype="bf16"),
+    Case("Lockstep, fsdp: compile, `param_dtype: bf16`", "large", "fsdp", 40, param_dtype="bf16"),
     Case(
-        "Lockstep, fsdp: activation checkpointing and compile, gather bf16",
+        "Lockstep, fsdp: activation checkpointing and compile, `param_dtype: bf16`",
         "large",
         "fsdp",
         100,
@@ -61,9 +61,9 @@ CASES = [
         param_dtype="bf16",
     ),
     Case("by hand, FSDP2: compile", "large", "hand", 40),
-    Case("by hand, FSDP2: compile, gather bf16", "large", "hand", 40, param_dtype="bf16"),
+    Case("by hand, FSDP2: compile, `param_dtype: bf16`", "large", "hand", 40, param_dtype="bf16"),
     Case(
-        "by hand, FSDP2: activation checkpointing and compile, gather bf16",
+        "by hand, FSDP2: activation checkpointing and compile, `param_dtype: bf16`",
         "large",
         "hand",
         100,
@@ -233,7 +233,7 @@ def by_lockstep(case: Case, task: Any, file: Path, tiny: bool) -> None:
                     clock.ended(file, loss.item())
                     return
 
-    mesh = {"type": "fsdp", "mesh": {"data": -1}, "param_dtype": case.gather}
+    mesh = {"type": "fsdp", "mesh": {"data": -1}, "param_dtype": case.param_dtype}
     strategy = mesh if case.way == "fsdp" else case.way
     with tempfile.TemporaryDirectory(prefix="gpu-gpt-run-") as folder:
         lockstep.launch(loop, processes=1, runtime="cpu" if tiny else "cuda", strategy=strategy, out=folder)
@@ -251,7 +251,7 @@ def by_hand(case: Case, task: Any, file: Path, tiny: bool) -> None:
     mesh = mesh_of_all(device)
     clock = Clock(case, not tiny)
     model = sharded(
-        task.model, "blocks", mesh, case.activation_checkpointing, case.compiled, bf16=case.gather == "bf16"
+        task.model, "blocks", mesh, case.activation_checkpointing, case.compiled, bf16=case.param_dtype == "bf16"
     )
     optimizer = task.optimizer(model)
     loader = DataLoader(task.train_data(), batch_size(case.model, tiny), True, drop_last=True, pin_memory=not tiny)

@@ -108,7 +108,7 @@ def windows(size: Size) -> Tensor:
 class WithLoss(nn.Module):
     """The model and its loss, so that both are compiled."""
 
-    def __init__(self, model: nn.Module, in_parts: bool) -> None:
+    def __init__(self, model: Any, in_parts: bool) -> None:
         super().__init__()
         self.model = model
         self.head = model.output if in_parts else None
@@ -125,7 +125,8 @@ class WithLoss(nn.Module):
 class Llama(lockstep.Task):
     def __init__(self, size: str, file: str, in_parts: bool) -> None:
         self._size, self._in_parts = SIZES[size], in_parts
-        self._clock, self._last = Clock(self._size, file), None
+        self._clock = Clock(self._size, file)
+        self._last: Tensor | None = None
 
     def model(self) -> nn.Module:
         use_cpu_without_cuda()
@@ -253,7 +254,8 @@ def train_with_torchtitan(name: str, file: str) -> None:
     config = ConfigManager().parse_args([*flags, "--compile.enable"])
 
     class Timed(Trainer):  # type: ignore[misc]
-        clock, last = Clock(size, file), None
+        clock = Clock(size, file)
+        last: Tensor | None = None
 
         def train_step(self, data_iterator: Any) -> None:
             self.clock.tick(self.last)
@@ -316,12 +318,15 @@ def main() -> None:
     if chosen.child:
         train_with_torchtitan(*chosen.child)
         return
-    text = ""
+    text, complete = "", True
     for name in ["tiny"] if chosen.tiny else chosen.only:
-        text += table(name, measured(name, name != "8B", chosen.limit)) + "\n\n"
+        found = measured(name, name != "8B", chosen.limit)
+        complete = complete and len(found) == len(WHO)
+        text += table(name, found) + "\n\n"
         if chosen.out:
             chosen.out.write_text(text, encoding="utf-8")
     print(text)
+    sys.exit(0 if complete else 1)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,9 @@ def main() -> None:
     chosen = report.parse(parser)
     if chosen.child:
         path, file, *ranks = chosen.child
-        Path(file).write_text(json.dumps(threads_report(path, *map(int, ranks), chosen.repeats)), encoding="utf-8")
+        first, last, count = map(int, ranks)
+        found = threads_report(path, first, last, count, chosen.repeats)
+        Path(file).write_text(json.dumps(found), encoding="utf-8")
         return
     real, growth, connections = real_cost(chosen), grown_cost(chosen), counted_connections(chosen)
     text = "\n\n".join(
@@ -91,7 +93,7 @@ def launched(rank: Callable[[], Any], processes: int) -> list[Any]:
 
     plan = local_plan([sys.executable], processes, threads=1)
     with report.silent_processes():
-        result = supervisor.launch(plan, entry=call_function, argument=pickle.dumps(rank))
+        result = supervisor.launch(plan, entry=call_function, argument=(pickle.dumps(rank),))
     if result.failure is not None:
         raise report.MeasurementFailed(result.failure.render(processes))
     return [result.returned[each] for each in range(processes)]

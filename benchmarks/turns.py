@@ -54,9 +54,9 @@ def taken(
     deadline = time.monotonic() + limit
     running = {}
     for name, command in commands.items():
-        with (own[name] / "output").open("w", encoding="utf-8") as output:
+        with (own[name] / "output").open("w", encoding="utf-8") as stream:
             running[name] = subprocess.Popen(
-                command, env={**os.environ, **variables, FOLDER: str(own[name])}, stdout=output,
+                command, env={**os.environ, **variables, FOLDER: str(own[name])}, stdout=stream,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import ray
 import ray.train.torch
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 WORKERS = 2
 
 
-def train(config: dict) -> None:
+def train(config: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     clock = Clock(config["file"], config["steps"])
     main = ray.train.get_context().get_world_rank() == 0

@@ -85,9 +85,15 @@ class GradientTracker:
     def watch(self, name: str, optimizer: Optimizer, drop_unreduced: Drop) -> None:
         """Follows an optimizer; `drop_unreduced` drops those of its gradients that its zero_grad does not reach."""
         plain = optimizer.zero_grad
+        is_torchs = getattr(plain, "__func__", None) is Optimizer.zero_grad
 
         def clear(set_to_none: bool = True) -> None:
-            plain(set_to_none)
+            if is_torchs and set_to_none:  # what it does, without the region of a profile that it opens: 30 µs
+                for group in optimizer.param_groups:
+                    for each in group["params"]:
+                        each.grad = None
+            else:
+                plain(set_to_none)
             drop_unreduced(optimizer, False)
 
         watched = Watched(name, optimizer, clear, drop_unreduced)

@@ -45,19 +45,19 @@ class Task(abc.ABC):
         raise NotImplementedError
 
     def evaluate_step(
-        self, model: nn.Module, batch: Any
+        self, model: Any, batch: Any
     ) -> Mapping[str, Tensor | Mean] | tuple[Mapping[str, Tensor | Mean], Mapping[str, Any]]:
         """Everything that is measured of a validation or test batch, from one forward pass: `loss` (as `loss`, or one
         value per example) and metrics by name, as in `metrics`. With `torchmetrics` or `epoch_metrics`, return
         `metrics, outputs`. It replaces `metrics` and `outputs`, which each cost another forward pass."""
         raise NotImplementedError
 
-    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor | Mean]:
+    def metrics(self, model: Any, batch: Any) -> Mapping[str, Tensor | Mean]:
         """One value per example, shape [B], so that a mean over a whole set counts every example exactly once; or
         lockstep.Mean(total, count), for a mean over something else."""
         return {}
 
-    def outputs(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+    def outputs(self, model: Any, batch: Any) -> Mapping[str, Any]:
         """What `torchmetrics` and `epoch_metrics` are computed from, by name: tensors or lists with a row for every
         example of the batch, such as {"preds": model(inputs), "target": labels}."""
         raise NotImplementedError
@@ -135,7 +135,7 @@ class Task(abc.ABC):
         """What else is to happen between steps; see lockstep.Callback. Those of the config come after them."""
         return ()
 
-    def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+    def predict(self, model: Any, batch: Any) -> Mapping[str, Any]:
         """For `lockstep predict`: columns by name, each a tensor or a list with one value per example of the batch."""
         raise NotImplementedError
 
