@@ -267,3 +267,20 @@ def test_an_optimizer_of_other_parameters_is_refused_by_name(new_run: Runs) -> N
     stepped(new_run(), ["0.weight"])
     with pytest.raises(ConfigError, match=r"step-00000003: the saved state of the optimizer does not fit: '1\.weight'"):
         stepped(new_run(), ["0.weight", "1.weight"])
+
+
+def test_an_optimizer_with_a_zero_grad_of_its_own_has_it_called_after_a_step(new_run: Runs) -> None:
+    cleared = []
+
+    class Own(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            cleared.append(set_to_none)
+            super().zero_grad(set_to_none)
+
+    run, model = new_run(), nn.Linear(3, 1)
+    optimizer = Own(model.parameters(), lr=0.1)
+    run.setup(model, optimizer)
+    run.backward(model(DATA).mean())
+    assert run.step()
+    assert cleared == [True]
+    assert all(each.grad is None for each in model.parameters())
