@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
-from lockstep.record.meters import Found, Meter, Totals
+from lockstep.record.meters import Found, Meter, Parts, Totals, added_up
 from lockstep.record.writers import JsonlWriter, drop_rows_after, read_rows, write_json
 
 # Collected
+
+
+def sums_of(meter: Meter) -> dict[str, list[float]]:
+    return added_up([meter.read().parts])
 
 
 def test_values_are_weighted_by_the_examples_they_are_means_over() -> None:
@@ -39,7 +44,7 @@ def test_a_value_is_kept_as_it_was_noted() -> None:
     meter.add(1, 1, {"loss": weight * 3})
     with torch.no_grad():
         weight.zero_()
-    assert meter.read().sums == {"loss": [6.0, 1.0]}
+    assert sums_of(meter) == {"loss": [6.0, 1.0]}
 
 
 @pytest.mark.parametrize("value", [2, 2.0, True, torch.tensor(2), torch.tensor([2.0]), torch.tensor(2.0).bfloat16()])
@@ -47,14 +52,14 @@ def test_any_number_can_be_noted(value: Any) -> None:
     meter = Meter()
     meter.add(1, 2, {"x": value})
     meter.add(2, 2, {"x": value})
-    assert meter.read().sums == {"x": [4.0 * float(value), 4.0]}
+    assert sums_of(meter) == {"x": [4.0 * float(value), 4.0]}
 
 
 def test_numbers_and_tensors_may_alternate_under_one_name() -> None:
     meter = Meter()
     meter.add(1, 1, {"x": 1.0})
     meter.add(2, 1, {"x": torch.tensor(2)})
-    assert meter.read().sums == {"x": [3.0, 2.0]}
+    assert sums_of(meter) == {"x": [3.0, 2.0]}
 
 
 def test_a_value_that_is_no_single_number_is_refused_by_name_where_it_is_noted() -> None:
@@ -66,7 +71,7 @@ def test_what_counts_for_nothing_is_not_in_the_mean_even_if_it_is_no_number() ->
     meter = Meter()
     meter.add(1, 0, {"accuracy": nan})
     meter.add(2, 2, {"accuracy": 0.5})
-    assert meter.read().sums == {"accuracy": [1.0, 2.0]}
+    assert sums_of(meter) == {"accuracy": [1.0, 2.0]}
 
 
 @pytest.mark.parametrize("bad", [nan, inf, -inf])
@@ -99,7 +104,7 @@ def test_totals_over_ranks_are_the_weighted_mean(values: list[tuple[float, int]]
         meter = Meter()
         for step, (value, examples) in enumerate(rank):
             meter.add(step, examples, {"loss": value})
-        totals.add(meter.read().sums)
+        totals.add([meter.read().parts])
     expected = sum(value * examples for value, examples in values) / sum(examples for _, examples in values)
     assert totals.take()["loss"] == pytest.approx(expected, abs=1e-6)
     assert totals.means() == {}
@@ -107,8 +112,41 @@ def test_totals_over_ranks_are_the_weighted_mean(values: list[tuple[float, int]]
 
 def test_what_has_no_weight_has_no_mean() -> None:
     totals = Totals()
-    totals.add({"loss": [0.0, 0.0]})
+    totals.add([{"loss": [[0.0], [0.0]]}])
     assert totals.means() == {}
+
+
+@given(values=st.lists(number, min_size=1, max_size=20), cut=st.integers(0, 20))
+def test_a_checkpoint_in_between_changes_no_bit_of_a_mean(values: list[float], cut: int) -> None:
+    """Sums are brought together at a checkpoint, and those of a run that was interrupted once more."""
+
+    def read(some: list[float]) -> Parts:
+        meter = Meter()
+        for value in some:
+            meter.add(1, 3, {"loss": value})
+        return meter.read().parts
+
+    whole, begun, resumed = Totals(), Totals(), Totals()
+    whole.add([read(values)])
+    begun.add([read(values[:cut])])
+    resumed.restore(json.loads(json.dumps(begun.sums)))
+    resumed.add([read(values[cut:])])
+    assert resumed.take() == whole.take()
+
+
+def test_sums_of_an_older_checkpoint_are_taken() -> None:
+    totals = Totals()
+    totals.restore({"loss": [3.0, 2.0]})
+    totals.add([{"loss": [[1.0], [2.0]]}])
+    assert totals.take() == {"loss": 1.0}
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_what_is_not_finite_stays_so(where: int) -> None:
+    totals = Totals()
+    for each in [[math.inf, 1.0], [1.0, -math.inf]][where:]:
+        totals.add([{"loss": [[each[0]], [1.0]]}, {"loss": [[each[1]], [1.0]]}])
+    assert not math.isfinite(totals.take()["loss"])
 
 
 # Written

@@ -66,6 +66,7 @@ WRONG: list[tuple[Use, str]] = [
     (lambda run: run.evaluate(lambda batch: batch[0], DATA, 4), r"measure\(batch\) returned a Tensor: return metrics"),
     (lambda run: run.evaluate(dict, DATA, 4, on="rank1"), "run.evaluate: on must be all or rank0, got 'rank1'"),
     (lambda run: run.log(loss="high"), r"run.log\(loss=...\): needs a single number, got 'high'"),
+    (lambda run: run.log(loss="3"), r"run.log\(loss=...\): needs a single number, got '3'"),
     (lambda run: run.log(loss=None), r"run.log\(loss=...\): needs a single number, got None"),
     (lambda run: run.checkpoint({"loss": 1.0}), "run.checkpoint: needs a single number, got {'loss': 1.0}"),
     (lambda run: run.load_weights("none", 1), "none/checkpoints: there is no checkpoint of step 1"),

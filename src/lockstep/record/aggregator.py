@@ -185,7 +185,8 @@ class MetricAggregator:
         """Drops rows after a step: the run was restored there, or ended before its first checkpoint."""
         self._last_gathered_step = self._last_row_step = step
         if state is not None:
-            self._since_row.sums, self.since_validation.sums = state["since_row"], state["since_validation"]
+            self._since_row.restore(state["since_row"])
+            self.since_validation.restore(state["since_validation"])
             self._skips = state.get("skips", self._skips)
             self.latest = state.get("latest", {})
             self.learning_rates = state.get("learning_rates", {})
@@ -232,21 +233,15 @@ class MetricAggregator:
             found = reading.read()
             apart = [[each.step, each.epoch, each.meter.read().parts] for each in self._apart]
         self._apart = []
-        message: Any = {
-            "sums": found.parts if self._is_dp_leader else {},
-            "bad": found.bad,
-            "busy": busy,
-            "apart": apart,
-        }
+        sums = found.parts if self._is_dp_leader else {}
+        message: Any = {"sums": sums, "bad": found.bad, "busy": busy, "apart": apart}
         messages = self._group.gather(message, f"metrics of step {step}")
         bad = [(each["bad"][0], rank, each["bad"][1]) for rank, each in enumerate(messages) if each["bad"]]
         if bad:
             raise NonFiniteLoss(*min(bad))
-        sums = added_up(each["sums"] for each in messages)
-        self._since_row.add(sums)
-        self.since_validation.add(sums)
-        if self.since_epoch is not None:
-            self.since_epoch.add(sums)
+        for totals in (self._since_row, self.since_validation, self.since_epoch):
+            if totals is not None:
+                totals.add(each["sums"] for each in messages)
         self._group.activity.busy = busy
         self._note_memory()
         if self._metric_writer is not None:

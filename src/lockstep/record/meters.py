@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -51,10 +52,6 @@ class Found:
 
     parts: Parts
     bad: Bad | None
-
-    @property
-    def sums(self) -> Sums:
-        return added_up([self.parts])
 
 
 class Meter:
@@ -121,26 +118,30 @@ class Meter:
 
 def number(value: Any, name: str) -> float:
     """Returns a value as a number, or refuses it by name."""
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise ConfigError(f"{name}: needs a single number, got {brief(repr(value), 60)}") from None
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        if not isinstance(value, (str, bytes)):  # float() would take digits
+            return float(value)
+    raise ConfigError(f"{name}: needs a single number, got {brief(repr(value), 60)}")
 
 
 class Totals:
-    """Sums over all ranks since some boundary."""
+    """Sums over all ranks since some boundary, unrounded until a mean is taken: a checkpoint changes no bit of it."""
 
     def __init__(self) -> None:
-        self.sums: Sums = {}
+        self.sums: Parts = {}
 
-    def add(self, sums: Mapping[str, Iterable[float]]) -> None:
-        for name, (total, weight) in sums.items():
-            have = self.sums.setdefault(name, [0.0, 0.0])
-            have[0] += total
-            have[1] += weight
+    def add(self, ranks: Iterable[Parts]) -> None:
+        for parts in ranks:
+            for name, added in parts.items():
+                have = self.sums.get(name, [[], []])
+                self.sums[name] = [parts_of([*old, *new]) for old, new in zip(have, added, strict=True)]
+
+    def restore(self, sums: Mapping[str, Any]) -> None:
+        """Takes the sums of a checkpoint; before 0.6.0 each was one number."""
+        self.sums = {name: [each if isinstance(each, list) else [each] for each in pair] for name, pair in sums.items()}
 
     def means(self) -> dict[str, float]:
-        return {name: total / weight for name, (total, weight) in self.sums.items() if weight}
+        return {name: total / weight for name, (total, weight) in added_up([self.sums]).items() if weight}
 
     def take(self) -> dict[str, float]:
         """Returns the means and resets the sums."""
@@ -151,9 +152,10 @@ class Totals:
 def parts_of(values: Iterable[float]) -> list[float]:
     """Returns few numbers that have exactly the same sum: how values fall on ranks then changes no bit of it."""
     parts: list[float] = []
-    for value in values:
+    coming = iter(values)
+    for value in coming:
         if not math.isfinite(value):
-            return [value]
+            return [sum([*parts, value, *coming])]
         kept = 0
         for part in parts:
             larger, smaller = (value, part) if abs(value) >= abs(part) else (part, value)
