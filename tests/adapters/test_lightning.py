@@ -92,6 +92,23 @@ def test_one_rank_has_the_numbers_of_lightning(shape: Callable[[], Recorded], tm
     torch.testing.assert_close(pickle.loads(pickle.dumps(ours)).state_dict(), ours.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("shape", "epochs", "most"),
+    [(AutoEncoder, 3, 7), (AutoEncoder, 1, 7), (AutoEncoder, None, 7), (Gan, 3, 14), (Gan, None, 14), (Gan, None, 13)],
+)
+def test_training_ends_with_the_first_of_max_epochs_and_max_steps(
+    shape: Callable[[], Recorded], epochs: Any, most: int, tmp_path: Path
+) -> None:
+    theirs, ours = shape(), shape()
+    trainer, _ = by_lightning(theirs, epochs, max_steps=most)
+    outcome = fitted(ours, tmp_path, epochs=epochs, max_steps=most)
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-6)
+    assert ours.trainer.global_step == trainer.global_step
+    assert (ours.trainer.max_epochs or -1, ours.trainer.max_steps) == (trainer.max_epochs, trainer.max_steps)
+    resumed = fit(ours, Digits(10), max_epochs=epochs, max_steps=most, processes=1, folder=outcome["folder"])
+    assert resumed["step"] == outcome["step"]
+
+
 def test_two_ranks_resume_what_one_began_with_the_numbers_of_one(tmp_path: Path, project: Project) -> None:
     found, metrics = {}, {}
     for shape, options in SHAPES.items():

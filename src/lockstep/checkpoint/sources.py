@@ -23,7 +23,7 @@ from lockstep.config.yaml_text import parse_yaml
 from lockstep.distributed.activity import Activity
 from lockstep.errors import ConfigError
 
-ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".tar")
 _ADAPTER = "default"  # what peft calls an adapter that was given no name, in a model's state but not in a file
 

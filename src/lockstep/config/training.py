@@ -7,7 +7,7 @@ import re
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
@@ -17,7 +17,6 @@ EVERY_STEP = Interval(1, "step")
 EVERY_EPOCH = Interval(1, "epoch")
 
 Shape = Literal["constant", "linear", "cosine", "polynomial"]
-SHAPES: tuple[Shape, ...] = get_args(Shape)
 
 
 # Patterns of parameter names, matched like file names.

@@ -222,12 +222,7 @@ class Stepper:
         return usable
 
     def _clip(
-        self,
-        entry: Entry,
-        optimizer: Optimizer,
-        parameters: list[nn.Parameter],
-        number: int,
-        may_divide: bool = True,
+        self, entry: Entry, optimizer: Optimizer, parameters: list[nn.Parameter], number: int, may_divide: bool = True
     ) -> Tensor | None:
         """Clips gradients, and logs the norm that they had before.
 

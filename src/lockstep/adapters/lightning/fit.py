@@ -112,7 +112,7 @@ def fit(
             "training_step"
         )
     train = {
-        "epochs": epochs, "steps": steps, "accumulate": accumulate_grad_batches,
+        "epochs": epochs, "steps": steps if epochs is None else None, "accumulate": accumulate_grad_batches,
         "clip_norm": None if clips_itself else gradient_clip_val,
         "precision": _PRECISIONS.get(precision, _PRECISIONS.get(str(precision))),
         **settings.pop("train", {}),
@@ -132,6 +132,7 @@ def fit(
         data = Loaders(data, val_dataloaders, test_dataloaders)
     interval = 1.0 if val_check_interval is None else val_check_interval
     asked: dict[str, Any] = {"val_check_interval": interval, "check_val_every_n_epoch": check_val_every_n_epoch}
+    asked |= {} if steps is None else {"max_steps": steps}
     if clips_itself and gradient_clip_val is not None:
         asked |= {"gradient_clip_val": gradient_clip_val, "gradient_clip_algorithm": gradient_clip_algorithm}
     monitor = next(((each.monitor, each.mode) for each in kept if each.monitor is not None and not named), None)

@@ -55,6 +55,7 @@ class Hooks(Callback):
         trainer.start()
         codec.pack(self.state_dict())  # refuses what cannot be saved
         trainer.call("on_train_start")
+        self._end_at_max_steps(run)
 
     def train(self, batch: Any) -> dict[str, Any]:
         """Computes a micro-batch, and steps where it completes the batch. Returns what was logged."""
@@ -161,6 +162,13 @@ class Hooks(Callback):
     def after_step(self, run: Run) -> None:
         if self._trainer.should_stop:
             run.stop("self.trainer.should_stop was set")
+        self._end_at_max_steps(run)
+
+    def _end_at_max_steps(self, run: Run) -> None:
+        """Ends training where as many steps are done as Lightning counts, those of all optimizers: on every rank."""
+        most = vars(self._trainer).get("max_steps", -1)
+        if 0 < most <= self._trainer.global_step and not self._trainer.config.train.is_done(run.progress.step, 0):
+            run._engine.stopped = run._engine.stopped or f"max_steps={most}"
 
     def after_training(self, run: Run, metrics: dict[str, Any]) -> None:
         for hook in ("on_train_end", "on_fit_end"):

@@ -102,7 +102,7 @@ class Module(Task):
         trainer = self.trainer
         length: RunLength = vars(self)["_length"]
         if length.steps is not None:
-            trainer.estimated_stepping_batches = length.steps
+            trainer.estimated_stepping_batches = min(length.steps, self.asked.get("max_steps", length.steps))
         if length.per_epoch is not None:
             trainer.num_training_batches = length.per_epoch * trainer.accumulate_grad_batches
         trainer.lightning_module.configure_model()
