@@ -28,7 +28,7 @@ from lockstep.checkpoint import manifest
 from lockstep.checkpoint.storage import sync_folder
 from lockstep.config.schema import After, RunConfig
 from lockstep.data import workers
-from lockstep.data.loader import WorkerFetch, batch_fetcher, check_dataset
+from lockstep.data.loader import BatchFetcher, WorkerFetch, check_dataset
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.evaluation.means import evaluating
@@ -183,10 +183,10 @@ class _Work:
         filled = [self._filled(each) for each in batches]
         collate = getattr(self._task, "collate", None)
         if not self._workers or not filled:
-            yield from map(batch_fetcher(self._data, collate), filled)
+            yield from map(BatchFetcher(self._data, collate), filled)
             return
         loader: DataLoader[Any] = DataLoader(
-            WorkerFetch(batch_fetcher(self._data, collate)),
+            WorkerFetch(BatchFetcher(self._data, collate)),
             batch_size=None,
             sampler=[(each,) for each in filled],
             collate_fn=workers.unchanged,
