@@ -525,6 +525,23 @@ def test_what_is_attached_after_the_restore_is_restored(new_run: Runs) -> None:
     assert late.last_epoch == 1
 
 
+def test_what_was_not_attached_again_is_saved_again(new_run: Runs) -> None:
+    late = None
+    for number in range(3):
+        run = new_run()
+        _, optimizer = set_up(run)
+        run.restore()
+        if number != 1:
+            late = ExponentialLR(optimizer, 0.5)
+            run.register_state("mine", late)
+        for (batch,) in walk(run, numbered(4), 2):
+            step(run, batch)
+            if late is not None and number == 0:
+                late.step()
+        run.checkpoint()
+    assert late is not None and late.last_epoch == 2
+
+
 def test_a_row_has_the_learning_rate_of_its_step(new_run: Runs, tmp_path: Path) -> None:
     run = new_run()
     _, optimizer = set_up(run)

@@ -72,7 +72,7 @@ class RegisteredState:
 
     def states(self, digests: list[Mapping[str, str]]) -> dict[str, Any]:
         """Returns what is saved, by name; `digests` are those of all ranks."""
-        found: dict[str, Any] = {}
+        found = dict(self._unclaimed)
         for name, (part, _) in self._parts.items():
             if len({of_rank.get(name) for of_rank in digests}) == 1:
                 found[name] = part.state_dict()
