@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lockstep.checkpoint import codec, reader
@@ -22,8 +23,8 @@ from lockstep.config.schema import Checkpoint
 from lockstep.distributed.group import Group
 from lockstep.runtime.base import Runtime, generator_states, restore_generators
 from lockstep.strategy.base import Strategy
-from lockstep.strategy.fingerprint import check_replicas
-from lockstep.strategy.slices import read_like, slice_of
+from lockstep.strategy.fingerprint import check_replicas, fingerprint
+from lockstep.strategy.slices import local_part, read_like, slice_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ _LOOK_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Last:
-    """The newest save: its step, its value, and the state it had beside its tensors."""
+    """The newest save: its step and its value, and what this rank had that can change between two steps."""
 
     step: int
     value: float | None
@@ -89,7 +90,7 @@ class Checkpointer:
         if self.last is not None and self.last.step == step:
             if automatic:
                 value, metrics = self.last.value, self.last.metrics
-            if self._group.agree(lambda: self._is_saved(position, value), f"whether step {step} is saved already"):
+            if self._group.all(self._is_saved(position, value), f"whether step {step} is saved already"):
                 return
         self._group.activity.enter("saving")
         self.equalize_buffers()
@@ -107,8 +108,7 @@ class Checkpointer:
                 self._writer.save(step, weights, whole, about)
             else:  # what is spread over hosts is fetched by all of them together
                 self._writer.fetch(weights, whole)
-        key = self._key(position) if self._group.rank == 0 else None
-        self.last = Last(step, value, dict(metrics or {}), key)
+        self.last = Last(step, value, dict(metrics or {}), self._key(position))
 
     def restore(self, step: int | None = None, best: bool = False) -> dict[str, Any] | None:
         """Restores a step, the best or the newest good checkpoint. Returns what the run itself has to load, if any."""
@@ -155,7 +155,7 @@ class Checkpointer:
 
     def restored_to(self, position: Mapping[str, Any]) -> None:
         """The run has loaded its part of the state: what it would save now is what is saved already."""
-        if self.last is not None and self._group.rank == 0:
+        if self.last is not None:
             self.last = replace(self.last, key=self._key(position))
 
     def compared(self, message: dict[str, Any], name: str, step: int) -> list[dict[str, Any]]:
@@ -203,12 +203,18 @@ class Checkpointer:
         return self._strategy.fetch([each if (found := slice_of(each)) is None else found.tensor for each in tensors])
 
     def _is_saved(self, position: Mapping[str, Any], value: float | None) -> bool:
-        """Whether saving again would write the same: nothing but tensors can have changed, and steps change those."""
+        """Whether saving again would write the same, as far as this rank can tell."""
         assert self.last is not None
         has_tensors = self.registered.without_tensors()[1]
         return self.last.key == self._key(position) and self.last.value == value and not has_tensors
 
     def _key(self, position: Mapping[str, Any]) -> str:
-        """What can change between two steps, without its tensors, as text to compare."""
+        """What can change between two steps, without tensors that are registered, as text to compare."""
         attached, _ = self.registered.without_tensors()
-        return json.dumps([codec.pack([dict(position), self._weights.hyperparameters()])[0], attached], sort_keys=True)
+        modules = self._weights.modules
+        buffers = [local_part(each) for module in modules.values() for each in module.buffers()]
+        dense = self._strategy.fetch([each for each in buffers if each.layout is torch.strided])
+        # One by one: they may be on several devices.
+        weights = [fingerprint(self._strategy.parameters_to_check(modules)), *(fingerprint({"": one}) for one in dense)]
+        plain = codec.pack([dict(position), self._weights.hyperparameters()])[0]
+        return json.dumps([plain, attached, weights], sort_keys=True)

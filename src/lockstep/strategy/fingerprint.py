@@ -113,7 +113,7 @@ def difference(step: int, name: str, found: Mapping[int, int], world_size: int) 
 def _bits(tensor: Tensor) -> Tensor:
     """Returns the same memory as integers, in words as long as they fit: fewer additions."""
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
+        tensor = torch.view_as_real(tensor.resolve_conj())
     size = tensor.element_size()
     if tensor.is_contiguous() and tensor.numel() * size % _WORD == 0 and tensor.data_ptr() % _WORD == 0:
         return tensor.reshape(-1).view(torch.int64)
