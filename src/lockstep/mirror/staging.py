@@ -15,6 +15,7 @@ from pathlib import Path
 import yaml
 
 from lockstep.checkpoint import manifest
+from lockstep.checkpoint.manifest import step_name
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.config.load import parse_yaml
 from lockstep.errors import ConfigError, LockstepError
@@ -112,7 +113,7 @@ def outline(url: Url, folder: Path) -> None:
     bucket = Bucket(url)
     _pull_files(bucket, folder)
     for path in bucket.to_try():
-        (folder / path).mkdir(parents=True, exist_ok=True)
+        (folder / CHECKPOINTS / step_name(step_of(path))).mkdir(parents=True, exist_ok=True)
 
 
 def pull_checkpoint(
@@ -124,10 +125,11 @@ def pull_checkpoint(
     """
     damaged = {}
     for path in bucket.to_try(step, best, mode):
-        problem = _pull_folder(bucket, path, folder / path)
+        step = step_of(path)
+        problem = _pull_folder(bucket, path, folder / CHECKPOINTS / step_name(step))
         if problem is None:
-            return step_of(path)
-        damaged[step_of(path)] = problem
+            return step
+        damaged[step] = problem
         logger.warning("checkpoint %s, as it came from elsewhere, is damaged and is passed over: %s", path, problem)
     if damaged:
         raise CheckpointStorage(folder / CHECKPOINTS).none_usable(damaged)
