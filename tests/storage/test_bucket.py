@@ -371,3 +371,14 @@ def test_rows_arrive_before_the_checkpoint_that_stands_on_them(tmp_path: Path) -
     sync.push(at_most_every=3600.0)
     expected = ["metrics.jsonl of 1 bytes", "metrics.jsonl of 4 bytes", "checkpoints/step-00000004"]
     assert Recording.sent == expected
+    Recording.sent.clear()
+    sync = Uploads(Recording(), tmp_path, Keep(), print)  # type: ignore[arg-type]
+    sync.there[4] = sync._digest(sync.storage.path(4)) or ""
+    for size in (5_000_000, 5_000_001):
+        rows.write_bytes(b"1" * size)
+        save(tmp_path, size)
+        sync.push(at_most_every=0.01)
+    expected = ["metrics.jsonl of 5000000 bytes", "checkpoints/step-05000000", "checkpoints/step-05000001"]
+    assert Recording.sent == expected, "which travels whole, and is not sent so soon again"
+    sync.push()
+    assert Recording.sent == [*expected, "metrics.jsonl of 5000001 bytes"], "but at the end"
