@@ -24,6 +24,7 @@ from lockstep.data.batches import GlobalBatches, MicroBatch
 from lockstep.data.loader import BatchFetcher, Loader, check_dataset
 from lockstep.data.order import CustomOrder, Sequential, Shuffled, make_order
 from lockstep.data.permutation import First, Indices, Part, Split, split_dataset
+from lockstep.data.seeding import _numpy
 from lockstep.data.workers import Loading
 from lockstep.errors import ConfigError
 from lockstep.tasks.trainer import limited
@@ -464,6 +465,19 @@ def test_training_keeps_the_spare_normal_number_that_numpy_holds() -> None:
         noise(Noisy())
         found.append(np.random.randn())
     assert found == expected
+    assert _numpy._spare is not None, "read in place, since every look takes as long as fetching a batch"
+
+
+def test_a_spare_normal_number_is_kept_where_a_loop_seeds_with_the_same_number_again() -> None:
+    np.random.seed(0)
+    expected = np.random.randn(2).tolist()
+    np.random.seed(0)
+    np.random.rand(2)  # as many words as a normal number takes, and no second one
+    noise(Noisy())
+    np.random.seed(0)
+    found = [np.random.randn()]
+    noise(Noisy())
+    assert [*found, np.random.randn()] == expected
 
 
 def test_training_keeps_another_bit_generator_of_numpys() -> None:
