@@ -87,13 +87,15 @@ class Checkpointer:
         """Saves the run; `position` is where it is in its data, `state` the rest that the run itself knows. A step that
         is saved already is saved again where something has changed since. An automatic save keeps the value of the one
         before."""
+        self._group.activity.enter("saving")
+        self.equalize_buffers()
+        key = self._key(position)
         if self.last is not None and self.last.step == step:
             if automatic:
                 value, metrics = self.last.value, self.last.metrics
-            if self._group.all(self._is_saved(position, value), f"whether step {step} is saved already"):
+            same = key is not None and (key, value) == (self.last.key, self.last.value)
+            if self._group.all(same, f"whether step {step} is saved already"):
                 return
-        self._group.activity.enter("saving")
-        self.equalize_buffers()
         message: dict[str, Any] = {"generators": generator_states(self._runtime), "moved": self._weights.moved()}
         message["attached"] = self.registered.digests()
         states = self.compared(message, "generator states", step)
@@ -108,7 +110,7 @@ class Checkpointer:
                 self._writer.save(step, weights, whole, about)
             else:  # what is spread over hosts is fetched by all of them together
                 self._writer.fetch(weights, whole)
-        self.last = Last(step, value, dict(metrics or {}), self._key(position))
+        self.last = Last(step, value, dict(metrics or {}), key)
 
     def restore(self, step: int | None = None, best: bool = False) -> dict[str, Any] | None:
         """Restores a step, the best or the newest good checkpoint. Returns what the run itself has to load, if any."""
@@ -202,15 +204,12 @@ class Checkpointer:
         """On a mesh of one, a rank has the whole of sharded tensors, too."""
         return self._strategy.fetch([each if (found := slice_of(each)) is None else found.tensor for each in tensors])
 
-    def _is_saved(self, position: Mapping[str, Any], value: float | None) -> bool:
-        """Whether saving again would write the same, as far as this rank can tell."""
-        assert self.last is not None
-        has_tensors = self.registered.without_tensors()[1]
-        return self.last.key == self._key(position) and self.last.value == value and not has_tensors
-
-    def _key(self, position: Mapping[str, Any]) -> str:
-        """What can change between two steps, without tensors that are registered, as text to compare."""
-        attached, _ = self.registered.without_tensors()
+    def _key(self, position: Mapping[str, Any]) -> str | None:
+        """What this rank has that can change between two steps, as text to compare; None where tensors are registered,
+        which are not compared."""
+        attached, has_tensors = self.registered.without_tensors()
+        if has_tensors:
+            return None
         modules = self._weights.modules
         buffers = [local_part(each) for module in modules.values() for each in module.buffers()]
         dense = self._strategy.fetch([each for each in buffers if each.layout is torch.strided])

@@ -147,7 +147,7 @@ def export(
     if not weights_alone:
         say_whose_code(folder)
         config = load(folder / "config.yaml", overrides)
-    from lockstep.checkpoint.sources import mode_of
+    from lockstep.checkpoint.retention import mode_of
 
     mode = mode_of(folder) if config is None else config.checkpoint.keep.mode
     chosen = chosen_step(folder, Wanted(step, best), mode, verify=False)

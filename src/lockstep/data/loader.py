@@ -84,7 +84,7 @@ class Loader:
 
         self._keys = asking()
         if not (self._loading.persistent and self._open):
-            fetcher = WorkerFetch(BatchFetcher(self.dataset, self.collate, in_worker=True))
+            fetcher = BatchFetcher(self.dataset, self.collate, in_worker=True)
             self._open.append(workers.loader(fetcher, self._loading, sampler=self))
         loader = self._open[-1]
         try:
@@ -109,7 +109,7 @@ class Loader:
             workers.end(self._open.pop(), at_once)
 
 
-class BatchFetcher:
+class BatchFetcher(Dataset[Any]):
     """Fetches batches by the fastest way that the dataset offers.
 
     Tensors are indexed at once; a dataset with `__getitems__` is asked for all examples in one call; any other is asked
@@ -147,6 +147,13 @@ class BatchFetcher:
             if self._collate is not None:  # the usual one draws nothing
                 seed_by((COLLATING, *seeds.of_epoch, int(seeds.positions[0])))
             return self._collated(examples, numbers)
+
+    def __getitem__(self, key: tuple[Any, ...]) -> Any:
+        """For a worker: returns an error in place of the batch."""
+        try:
+            return self(*key)
+        except Exception as error:
+            return FromWorker.of(error)
 
     def _seeded(self, numbers: list[int], seeds: Seeds, states: States) -> Any:
         if self._draws_from is None and not self._together:
@@ -249,19 +256,6 @@ def check_dataset(dataset: Any, name: str) -> int:
     if count == 0:
         raise ConfigError(f"{name} is a dataset of length 0: it needs examples")
     return count
-
-
-class WorkerFetch(Dataset[Any]):
-    """Fetches in a worker; returns an error in place of the batch."""
-
-    def __init__(self, fetch: BatchFetcher) -> None:
-        self._fetch = fetch
-
-    def __getitem__(self, key: tuple[Any, ...]) -> Any:
-        try:
-            return self._fetch(*key)
-        except Exception as error:
-            return FromWorker.of(error)
 
 
 class Loaders:

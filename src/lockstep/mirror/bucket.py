@@ -171,7 +171,7 @@ class Bucket:
             if [each.step for each in self._look().values() if isinstance(each, Saved)] == [step_of(path)]:
                 self._copy(path, _kept(path))
             self.delete(f"{path}/{MANIFEST_FILE}")
-        self._forget(step_of(path))
+        self._manifests.pop(step_of(path), None)
         for name in manifest.files(entry):
             file, size = f"{path}/{name}", entry["files"][name]["bytes"]
             if self._sent.get(file) != entry["digest"] or there.get(file) != size:  # else sent before an interruption
@@ -191,7 +191,7 @@ class Bucket:
             self.remove(_path(step))
 
     def remove(self, path: str) -> None:
-        self._forget(step_of(path))
+        self._manifests.pop(step_of(path), None)
         self._remove_folder(_kept(path))
         self._remove_folder(path)
 
@@ -286,9 +286,6 @@ class Bucket:
         if data is None:
             raise Damaged(f"it has no {MANIFEST_FILE}, which is written last: it was not uploaded to its end")
         return manifest.parse(data, step_name(step_of(path)))
-
-    def _forget(self, step: int) -> None:
-        self._manifests.pop(step, None)
 
     def _check_lease(self) -> None:
         if self._lease is not None:

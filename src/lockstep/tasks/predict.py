@@ -28,7 +28,7 @@ from lockstep.checkpoint import manifest
 from lockstep.checkpoint.storage import sync_folder
 from lockstep.config.schema import After, RunConfig
 from lockstep.data import workers
-from lockstep.data.loader import BatchFetcher, WorkerFetch, check_dataset
+from lockstep.data.loader import BatchFetcher, check_dataset
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.evaluation.means import evaluating
@@ -186,7 +186,7 @@ class _Work:
             yield from map(BatchFetcher(self._data, collate), filled)
             return
         loader: DataLoader[Any] = DataLoader(
-            WorkerFetch(BatchFetcher(self._data, collate)),
+            BatchFetcher(self._data, collate),
             batch_size=None,
             sampler=[(each,) for each in filled],
             collate_fn=workers.unchanged,
