@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lockstep.checkpoint import codec, reader
@@ -23,8 +22,8 @@ from lockstep.config.schema import Checkpoint
 from lockstep.distributed.group import Group
 from lockstep.runtime.base import Runtime, generator_states, restore_generators
 from lockstep.strategy.base import Strategy
-from lockstep.strategy.fingerprint import check_replicas, fingerprint
-from lockstep.strategy.slices import local_part, read_like, slice_of
+from lockstep.strategy.fingerprint import check_replicas, marks_of_weights
+from lockstep.strategy.slices import read_like, slice_of
 
 logger = logging.getLogger(__name__)
 
@@ -205,15 +204,8 @@ class Checkpointer:
         return self._strategy.fetch([each if (found := slice_of(each)) is None else found.tensor for each in tensors])
 
     def _key(self, position: Mapping[str, Any]) -> str | None:
-        """What this rank has that can change between two steps, as text to compare; None where tensors are registered,
-        which are not compared."""
+        """What this rank has that can change between two steps, as text; None where it cannot be compared."""
         attached, has_tensors = self.registered.without_tensors()
-        if has_tensors:
-            return None
-        modules = self._weights.modules
-        buffers = [local_part(each) for module in modules.values() for each in module.buffers()]
-        dense = self._strategy.fetch([each for each in buffers if each.layout is torch.strided])
-        # One by one: they may be on several devices.
-        weights = [fingerprint(self._strategy.parameters_to_check(modules)), *(fingerprint({"": one}) for one in dense)]
+        marks = marks_of_weights(self._strategy, self._weights.modules)
         plain = codec.pack([dict(position), self._weights.hyperparameters()])[0]
-        return json.dumps([plain, attached, weights], sort_keys=True)
+        return None if has_tensors or marks is None else json.dumps([plain, attached, marks], sort_keys=True)
