@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from collections.abc import Callable
@@ -84,7 +85,8 @@ def test_where_zero_grad_decides_it_is_asked_for_and_honoured(new_run: Runs, by:
     """The generator steps first: whether the discriminator adds to what it got is up to zero_grad."""
     run = new_run()
     models, (generator, discriminator) = set_up(run)
-    (batch,) = next(run.batches(TensorDataset(DATA), 4, shuffle=False))
+    batches = run.batches(TensorDataset(DATA), 4, shuffle=False)
+    (batch,) = next(batches)
     run.backward(generated(models, batch))
     run.step(generator)
     with pytest.raises(ConfigError, match=r"parameters of 'second' still hold gradients .* of first has stepped"):
@@ -280,7 +282,58 @@ def test_an_optimizer_with_a_zero_grad_of_its_own_has_it_called_after_a_step(new
     run, model = new_run(), nn.Linear(3, 1)
     optimizer = Own(model.parameters(), lr=0.1)
     run.setup(model, optimizer)
-    run.backward(model(DATA).mean())
-    assert run.step()
+    for _ in run.steps(1):
+        run.backward(model(DATA).mean())
+        assert run.step()
     assert cleared == [True]
     assert all(each.grad is None for each in model.parameters())
+
+
+# What a loop does to gradients before run.step
+
+
+def clipped(run: Run, optimizer: torch.optim.Optimizer) -> None:
+    nn.utils.clip_grad_norm_(run.module.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "counted", "change", "message"),
+    [
+        (1, False, clipped, None),
+        (1, True, clipped, "of 'model' were changed between run.backward and run.step.*set clip_norm"),
+        (2, False, clipped, "of 'model' were changed between run.backward and run.step.*set clip_norm"),
+        (2, True, lambda run, optimizer: run.gradients(optimizer), None),
+        (1, True, lambda run, optimizer: optimizer.zero_grad(), None),
+    ],
+)
+def test_gradients_are_left_alone_until_they_are_those_of_the_batch(
+    new_run: Runs, accumulate: int, counted: bool, change: Callable[..., Any], message: str | None
+) -> None:
+    run, model = new_run(), nn.Linear(3, 1)
+    model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with contextlib.nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        for (batch,) in run.batches(TensorDataset(DATA), 4, accumulate=accumulate):
+            loss = model(batch).square()
+            run.backward(loss.sum() if counted else loss.mean(), len(batch) if counted else None)
+            change(run, optimizer)
+            run.step()
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_zero_grad_between_micro_batches_is_refused(new_run: Runs, where: str) -> None:
+    run, taken = new_run(), 0
+    models, (generator, discriminator) = set_up(run)
+    with pytest.raises(
+        ConfigError, match=r"zero_grad\(\) of the optimizer of 'second' was called between the micro-batches"
+    ):
+        for (batch,) in run.batches(TensorDataset(DATA), 4, accumulate=2):
+            taken += 1
+            run.backward(generated(models, batch))
+            run.step(generator)
+            if where == "before":
+                discriminator.zero_grad()  # drops what the generator's loss left there, and the first part's gradients
+            run.backward(discriminated(models, batch))
+            run.step(discriminator)
+            if where == "after":
+                discriminator.zero_grad()
+    assert taken == (2 if where == "before" else 1)

@@ -48,8 +48,12 @@ def test_setup_names_what_it_cannot_use(new_run: Runs, arguments: tuple[Any, ...
 
 Use = Callable[[Run], Any]
 WRONG: list[tuple[Use, str]] = [
-    (lambda run: run.backward(of_model(run).detach()), "run.backward: the loss has no gradient"),
-    (lambda run: run.backward(lockstep.Mean(torch.tensor(1.0), 2)), "run.backward: the loss has no gradient"),
+    (
+        lambda run: [run.backward(of_model(run).detach()) for _ in run.steps(1)],
+        "run.backward: the loss has no gradient",
+    ),
+    (lambda run: [run.backward(lockstep.Mean(torch.tensor(1.0), 2)) for _ in run.steps(1)], "the loss has no gradient"),
+    (lambda run: next(run.steps(-1)), "run.steps: must be a whole number of 0 or more, got -1"),
     (lambda run: run.backward(of_model(run).item()), r"got a float: a number has no gradient, leave out .item\(\)"),
     (lambda run: run.backward(of_model(run), count="4"), "the count of a loss must be a single number, got '4'"),
     (lambda run: run.epochs("3"), "run.epochs: must be a whole number of 0 or more, got '3'"),
