@@ -160,6 +160,28 @@ def walked(run: Run, epochs: int, after: int | None = None) -> list[tuple[str, f
 WHOLE = [("a", 0.0), ("a", 4.0), ("b", 100.0)]
 
 
+def test_an_epoch_that_is_left_at_its_end_is_done(new_run: Runs, tmp_path: Path) -> None:
+    """As by a limit of steps: what is saved then says so, and a longer run begins the next one."""
+
+    def loop(run: Run, until: int) -> list[int]:
+        set_up(run)
+        run.restore()
+        began = []
+        for epoch in run.epochs(3):
+            began.append(epoch)
+            for (batch,) in run.batches(numbered(4), 2):
+                step(run, batch)
+            if run.progress.step >= until:
+                break
+        run.checkpoint()
+        run._engine.finish()
+        return began
+
+    assert loop(new_run(), 4) == [0, 1]
+    assert manifest(tmp_path, 4)["epoch"] == 2
+    assert loop(new_run(), 6) == [2]
+
+
 def test_two_sources_in_one_epoch_do_not_skip_each_others_epochs(new_run: Runs) -> None:
     run = new_run()
     set_up(run)

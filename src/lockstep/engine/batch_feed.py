@@ -107,6 +107,8 @@ class BatchFeed:
         self._strategy.reshard()  # a loop may freeze parameters now, or others
 
     def leave_epochs(self) -> None:
+        if self.progress.epoch_ended:
+            self.progress.next_epoch()
         self._in_epochs = False
         self.cursors.begin_epoch()  # a loop that comes back to an epoch it has left continues there
 
