@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -269,6 +270,50 @@ def test_an_optimizer_of_other_parameters_is_refused_by_name(new_run: Runs) -> N
     stepped(new_run(), ["0.weight"])
     with pytest.raises(ConfigError, match=r"step-00000003: the saved state of the optimizer does not fit: '1\.weight'"):
         stepped(new_run(), ["0.weight", "1.weight"])
+
+
+def test_an_optimizer_of_another_class_is_refused(new_run: Runs) -> None:
+    stepped(new_run(), ["0.weight"])
+    run, model = new_run(), nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    run.setup(model, torch.optim.Adam([model[0].weight], lr=0.1))
+    with pytest.raises(ConfigError, match="state is that of AdamW, and the optimizer of 'model' is Adam now"):
+        run.restore()
+
+
+class Twice(torch.optim.Optimizer):
+    """Steps by another optimizer, whose state is none of its own: as SAM is usually written."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        for _ in range(2):
+            with torch.enable_grad():
+                closure()
+            self.base.step()
+
+
+def test_an_optimizer_within_an_optimizer_is_resumed_too(new_run: Runs) -> None:
+    def trained(run: Run, epochs: int) -> tuple[Tensor, Twice]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = Twice(model.parameters())
+        run.setup(model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+        run.restore()
+        for _ in run.epochs(epochs):
+            for (batch,) in run.batches(TensorDataset(DATA), 4):
+                run.step(optimizer, lambda batch=batch: run.backward(model(batch).square().mean()))
+            run.checkpoint()
+        return model.weight.detach().clone(), optimizer
+
+    whole, _ = trained(new_run(), 3)
+    shutil.rmtree(new_run().folder / "checkpoints")
+    trained(new_run(), 1)
+    resumed, optimizer = trained(new_run(), 3)
+    assert torch.equal(resumed, whole)
+    assert optimizer.param_groups is optimizer.base.param_groups
 
 
 def test_an_optimizer_with_a_zero_grad_of_its_own_has_it_called_after_a_step(new_run: Runs) -> None:

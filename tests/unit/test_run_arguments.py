@@ -31,6 +31,7 @@ def of_model(run: Run) -> torch.Tensor:
         ((SGD, MODEL), r"must be a torch.nn.Module, got a SGD. Call run.setup\(model, optimizer\)"),
         ((nn.Linear, None), "got the class Linear, not an object of it"),
         (([MODEL, nn.Linear], None), "got a list. Call it for each model, with a name"),
+        ((MODEL, None, {"name": "net.head"}), "run.setup: name='net.head' has a dot"),
         ((MODEL, torch.optim.SGD), "the optimizer must be a torch.optim.Optimizer, got the class SGD, not an object"),
         ((MODEL, "AdamW"), "the optimizer must be a torch.optim.Optimizer, got 'AdamW'"),
         ((MODEL, SGD, "cosine"), r"scheduler: must have state_dict\(\) and load_state_dict\(\), got a str"),
