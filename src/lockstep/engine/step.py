@@ -10,7 +10,7 @@ from lockstep.errors import ConfigError
 class Step:
     """From the first micro-batch of a global batch until the one after its last is asked for. A loop may take
     micro-batches of several sources at once, and step several optimizers for each: it is one step. A step without any
-    micro-batch is that of a loop which brings its own data."""
+    micro-batch is an iteration of run.steps."""
 
     def __init__(self, dp_size: int = 1, outer: Cursor | None = None) -> None:
         """In a loop within a loop, the batch of the `outer` source is current as well, and was counted before."""
