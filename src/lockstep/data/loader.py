@@ -350,11 +350,8 @@ def one_ahead(
     if first is None:
         return
     yield first[0], begin(first[1])
-    coming: tuple[MicroBatch, Any] | None = None
-    for micro, batch in micros:
-        begun = micro, begin(batch)
-        if coming is not None:
-            yield coming
-        coming = begun
-    if coming is not None:
-        yield coming
+    begun = ((micro, begin(batch)) for micro, batch in micros)
+    coming = next(begun, None)
+    while coming is not None:
+        ready, coming = coming, next(begun, None)
+        yield ready
