@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shlex
 import signal
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -25,7 +24,7 @@ from lockstep.errors import (
     NonFiniteLoss,
     NonFiniteWeights,
 )
-from lockstep.shown import size, visible
+from lockstep.shown import cut, size, visible
 
 _SHARED_MEMORY = "/dev/shm"
 # Signs in lower-case messages.
@@ -43,6 +42,8 @@ _OTHER_SIZE = (
 )
 # Below this, shared memory counts as full.
 _LITTLE_BYTES = 1_000_000
+# Of a message or a traceback, how many characters are reported at each end: the store refuses values of many megabytes.
+_ENDS = 10_000
 
 
 Memory = Literal["", "device", "host"]
@@ -150,9 +151,6 @@ class Report:
     concerns_all_ranks: bool = False
     memory: Memory = ""
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
-
 
 @dataclass(frozen=True)
 class Failure:
@@ -193,11 +191,6 @@ class Result:
     nothing_to_save: bool = False  # asked to stop before the first step
 
 
-def stop_file(error_file: Path) -> Path:
-    """Returns the file that exists once the launcher has asked its ranks to stop."""
-    return error_file.with_name("stop")
-
-
 def report(error: BaseException, rank: int, host: str) -> Report:
     ours = isinstance(error, LockstepError)
     text = str(error) or type(error).__name__
@@ -205,15 +198,15 @@ def report(error: BaseException, rank: int, host: str) -> Report:
     local = None if ours else local_error(error)
     lost = local is None and isinstance(error, RuntimeError) and any(sign in text.lower() for sign in LOST_PEER)
     of_user = error.__cause__ or error if isinstance(error, CallbackFailed) else error
-    quiet = (ours and of_user is error) or lost
+    quiet = (ours and of_user is error) or lost or (local is not None and local.is_complete)
     return Report(
         rank=rank,
         host=host,
         kind=type(error).__name__,
-        message=local.message if local else _message(error, text, ours, lost),
+        message=cut(local.message if local else _message(error, text, ours, lost), _ENDS, _ENDS),
         exit_code=error.exit_code if isinstance(error, LockstepError) else 5,
         time=time.time(),
-        traceback="" if quiet or (local and local.is_complete) else "".join(user_traceback(of_user)),
+        traceback="" if quiet else cut("".join(user_traceback(of_user)), _ENDS, _ENDS),
         consequence=type(error).__name__ in CONSEQUENCES or lost,
         concerns_all_ranks=isinstance(error, LockstepError) and error.concerns_all_ranks,
         memory=local.memory if local else "",
