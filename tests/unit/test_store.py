@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import socket
@@ -13,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from lockstep.distributed import rendezvous
 from lockstep.distributed.activity import Beat
@@ -206,6 +208,44 @@ def test_a_name_that_leads_every_host_to_itself_is_refused(monkeypatch: pytest.M
         RollCallError, match=r"rank 0 on node07: .*127\.0\.1\.1 here: no other host gets there.*MASTER_ADDR"
     ):
         rendezvous.meet(several, 5.0)
+
+
+@pytest.mark.parametrize("name", ["node07..cluster", f"{'a' * 64}.cluster"])
+def test_an_address_that_is_no_name_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for rank in range(2):
+        with pytest.raises(RollCallError, match=f"rank {rank} on .*{name}"):
+            rendezvous.meet(Topology(Place(rank, 0, rank), 2, 1, name, 29500, secret=SECRET), 1.0)
+    assert not rendezvous.is_this_host(name)
+
+
+def test_agents_of_torchrun_may_count_restarts_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --rdzv-backend=c10d, one that only sees another leave starts its ranks again without counting it."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setattr(rendezvous, "_served", served := {})
+    monkeypatch.setattr(rendezvous, "_meetings", itertools.repeat(0))
+    monkeypatch.setattr(rendezvous, "_STALE_SECONDS", 0.1)
+    torchruns = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torchruns.set("lockstep/store", "1 3")  # where rank 0 was in the attempt before
+
+    def meet(rank: int, attempt: int) -> None:
+        place = Place(rank, 0, rank)
+        counted = Topology(place, 2, 1, "127.0.0.1", torchruns.port, attempt, launcher_serves_store=True, secret=SECRET)
+        topology, store, _ = rendezvous.meet(counted, 20.0)
+        assert store is not None
+        store.set(f"attempt of rank {rank}", str(topology.attempt))
+        found.append(store)
+
+    found: list[Client] = []
+    early = threading.Thread(target=meet, args=(1, 4))
+    early.start()
+    time.sleep(0.3)
+    meet(0, 0)
+    early.join(20)
+    for store in found:
+        assert store.read_all([f"attempt of rank {rank}" for rank in range(2)]) == [b"4", b"4"]
+    assert os.environ["TORCHELASTIC_RESTART_COUNT"] == "4"
+    for each in served.values():
+        each.close()
 
 
 def test_tcp_is_never_served_without_a_secret() -> None:
