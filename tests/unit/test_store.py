@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import pwd
 import socket
 import struct
 import threading
@@ -286,6 +287,21 @@ def test_the_folder_of_a_user_is_nobody_elses(tmp_path: Path, monkeypatch: pytes
         os.chown(tmp_path / name, 65534, 65534)
         with pytest.raises(LaunchError, match="belongs to another user"):
             private.user_folder()
+
+
+def test_a_home_that_cannot_be_entered_or_is_missing_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `docker run --user 1000`, which leaves HOME=/root, and for a user without an entry in /etc/passwd."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    assert private._places() == [Path("/tmp")] and wire.from_file() is None
+    if os.geteuid() == 0 and (child := os.fork()) == 0:
+        os.environ["HOME"] = "/root"
+        os.setuid(65534)
+        os._exit(private._places() != [Path("/tmp")])
+    elif os.geteuid() == 0:
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_run_is_served_by_one_process() -> None:
