@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import pwd
 import socket
@@ -11,6 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,7 +20,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from lockstep.distributed import rendezvous
-from lockstep.distributed.activity import Beat
+from lockstep.distributed.activity import Beat, encoded
 from lockstep.distributed.rollcall.report import Evidence, Report, decoded
 from lockstep.distributed.store import private, server, wire
 from lockstep.distributed.store.client import Client, NotLetIn, StoreLost, connect_tcp, connect_unix
@@ -326,6 +328,13 @@ BEAT = Beat(1, 2, 3, "loss", False, True, 0.0, 1.5, "train.py:3")
 def test_a_malformed_beat_is_dropped(data: bytes) -> None:
     assert Beat.decode(data) is None
     assert Beat.decode(BEAT.encode()) == BEAT
+
+
+def test_a_file_whose_name_is_no_text_is_in_a_beat_and_in_evidence() -> None:
+    beat = replace(BEAT, where="caf\udce9.py:3", limit=math.inf)
+    assert Beat.decode(beat.encode()) == replace(beat, where="caf?.py:3")
+    evidence = encoded({"config": {"a": math.inf}, "source": {"caf\udce9.py": "0"}})
+    assert decoded(Evidence, evidence).source == {"caf?.py": "0"}
 
 
 @pytest.mark.parametrize("data", [None, b"", b"[]", b'{"rank": 0}', b"[" * 100_000])

@@ -18,7 +18,7 @@ import torch
 
 from lockstep import version
 from lockstep.config.schema import RunSettings
-from lockstep.distributed.activity import Activity, Beat, beat_key
+from lockstep.distributed.activity import Activity, Beat, beat_key, encoded
 from lockstep.distributed.group import Group
 from lockstep.distributed.rendezvous import join
 from lockstep.distributed.rollcall.report import (
@@ -50,8 +50,8 @@ def call(store: Any, mine: Report, evidence: Evidence, limit: float, share_devic
         return [mine]
     number = store.add("rollcall/arrivals", 1)
     # Read only if a digest differs.
-    store.set(f"rollcall/evidence/{number}", json.dumps(asdict(evidence)))
-    store.set(f"rollcall/report/{number}", json.dumps(asdict(mine)))
+    store.set(f"rollcall/evidence/{number}", encoded(asdict(evidence)))
+    store.set(f"rollcall/report/{number}", encoded(asdict(mine)))
     if mine.rank != 0:
         if number > mine.world_size:
             _refuse_one_too_many(store, mine)
