@@ -40,10 +40,10 @@ class PodFolder:
         return Job(self.path / "jobs" / checked_name(job))
 
     def newest_job(self) -> Job | None:
-        """Returns the job that was started last: they are named by their time."""
+        """Returns the job that is at work, or was started last: jobs are named by the clock of who started them."""
         with contextlib.suppress(OSError):
-            names = sorted(each.name for each in (self.path / "jobs").iterdir())
-            return self.job(names[-1]) if names else None
+            jobs = [Job(each) for each in (self.path / "jobs").iterdir()]
+            return max(jobs, key=lambda job: (job.is_alive, job.name), default=None)
         return None
 
     def claim(self, job: str) -> str | None:
@@ -54,7 +54,7 @@ class PodFolder:
                 other, age = held.get("job", job), time.time() - held.get("time", 0.0)
             except (ValueError, AttributeError, TypeError):
                 other, age = job, 0.0
-            if other != job and age < _CLAIM_SECONDS:
+            if other != job and 0 <= age < _CLAIM_SECONDS:  # else its clock was wrong
                 return str(other)
             _overwrite(file, {"job": job, "time": time.time()})
             return None
@@ -85,6 +85,7 @@ class Job:
         self.name = path.name
         self.order, self.console = path / "order.json", path / "console.log"
         self._agent, self._ended, self._lock = path / "agent.json", path / "ended.json", path / "agent.lock"
+        self._stop = path / "stop"
 
     def hold(self) -> None:
         """Locks the job for as long as the agent lives, which other containers see too.
@@ -108,6 +109,15 @@ class Job:
 
     def has_begun(self) -> None:
         _write(self._agent, {"pid": os.getpid()})
+
+    def ask_to_stop(self) -> None:
+        """Leaves a request for an agent that is not there yet."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._stop.touch()
+
+    @property
+    def asked_to_stop(self) -> bool:
+        return self._stop.exists()
 
     def has_ended(self, exit_code: int, status: str, said: str = "") -> None:
         """Writes the agent's last message; `said` is the end of the console, which may have had no room on the disk."""
