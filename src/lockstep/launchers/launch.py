@@ -17,12 +17,12 @@ from lockstep import runtime, worker
 from lockstep.config.load import validate
 from lockstep.config.schema import RunSettings
 from lockstep.distributed.batch import batch_task
-from lockstep.distributed.signals import interactive
 from lockstep.distributed.topology import Topology, has_rank, launched
 from lockstep.distributed.watch.stall import Limits
 from lockstep.engine.stop_requests import Preempted
-from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, WorkerFailed
+from lockstep.errors import ConfigError, LaunchError
 from lockstep.launchers import script
+from lockstep.launchers.ending import require_done
 from lockstep.launchers.local import supervisor
 from lockstep.launchers.local.child import call_function
 from lockstep.launchers.plan import local_plan
@@ -100,13 +100,7 @@ def _launch_processes(main: Callable[..., Any], settings: RunSettings, place: _F
             folder=folder,
         )
         leave_report(folder, _say)
-        if result.failure is not None:
-            failure = result.failure
-            raise WorkerFailed(failure.rank, failure.host, failure.render(count), failure.exit_code)
-        if result.exit_code == INTERRUPTED_EXIT_CODE:
-            raise KeyboardInterrupt if interactive() else SystemExit(INTERRUPTED_EXIT_CODE)
-        if result.exit_code:
-            raise Preempted("asked to stop")
+        require_done(result, count)
         return [result.returned[rank] for rank in range(count)]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import INTERRUPTED_EXIT_CODE, BucketBehind, ConfigError, WorkerFailed
+from lockstep.errors import BucketBehind, ConfigError
 from lockstep.launchers import script
 from lockstep.launchers.base import DETACHED, Ended, Out, launcher_of, run_name, trains_here
 from lockstep.mirror.url import Url, place
@@ -167,25 +167,15 @@ def _as_rank(ended: Ended) -> dict[str, Any]:
 
 
 def _outcome(folder: Path, result: Result, processes: int, url: Url | None) -> dict[str, Any]:
-    from lockstep.distributed.failure import how_to_plan
-    from lockstep.engine.stop_requests import Preempted
+    from lockstep.launchers.ending import require_done
     from lockstep.record import run_folder
     from lockstep.runs.report import leave_report
 
-    failure = result.failure
     if url is None:
-        if failure is not None:
-            run_folder.record(folder, "failed", failure.cause)
+        if result.failure is not None:
+            run_folder.record(folder, "failed", result.failure.cause)
         leave_report(folder, _say)
-    if failure is not None:
-        text = failure.render(processes)
-        if failure.memory:
-            text += f"\n{how_to_plan(str(folder / 'config.yaml'), processes)}"
-        raise WorkerFailed(failure.rank, failure.host, text, failure.exit_code)
-    if result.exit_code == INTERRUPTED_EXIT_CODE:
-        raise KeyboardInterrupt
-    if result.exit_code:
-        raise Preempted("asked to stop")
+    require_done(result, processes, str(folder / "config.yaml"))
     return {**run_folder.read_summary(folder), "folder": folder if url is None else str(url)}
 
 

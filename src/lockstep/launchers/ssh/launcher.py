@@ -26,7 +26,7 @@ from lockstep.launchers.local import launcher as local
 from lockstep.launchers.ssh import record as records
 from lockstep.launchers.ssh.pod import Pod
 from lockstep.launchers.ssh.record import Record
-from lockstep.launchers.ssh.ssh import CONSOLE, SEPARATOR, Command, ConsoleStart, decoded
+from lockstep.launchers.ssh.ssh import CONSOLE, SEPARATOR, Command, decoded
 from lockstep.mirror.url import Url
 from lockstep.shown import visible
 from lockstep.terminal import tell
@@ -190,20 +190,20 @@ class _Console:
             command.argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0
         )
         assert self._process.stdout is not None and self._process.stderr is not None
-        pending, start, began = b"", ConsoleStart(), self._offset
-        position = began
+        pending, line, began, position = b"", b"", self._offset, -1
         while received := self._process.stdout.read1(_CHUNK):  # type: ignore[attr-defined]
-            *lines, pending = (pending + start.rest(received)).split(b"\n")
+            *lines, pending = (pending + received).split(b"\n")
             for line in lines:
-                position += len(line) + 1
-                if line.endswith(CONSOLE[:-1]):  # gcloud repeats a command whose connection was lost
+                if line.endswith(CONSOLE[:-1]):  # once more where gcloud repeats a command whose connection was lost
                     position = began
-                elif position > self._offset:
-                    self._offset = position
-                    self._show(line)
+                elif position >= 0:  # else a shell printed it, or there is an answer in place of a console
+                    position += len(line) + 1
+                    if position > self._offset:
+                        self._offset = position
+                        self._show(line)
         errors = self._process.stderr.read().decode(errors="replace")
         code = self._process.wait()
-        answer = decoded((start.instead or pending).decode(errors="replace"))
+        answer = decoded((pending or line).decode(errors="replace"))
         if answer is None:
             return self._pod.transport.explain(command, code, errors)
         if "error" in answer:

@@ -110,7 +110,7 @@ class Pod(PodCommands):
                     tell(f"lockstep: ending what was begun of job {job}")
                     ended = execute([c for each in found for c in self.stopping(each.index, job)], _ANSWER_SECONDS)
                     if isinstance(error, NotAll) or not any(done.code for done in ended):
-                        records.restore(self.name, before)
+                        records.write(before) if before else records.forget(self.name)
                     raise
         finally:
             archive_of(self.name).unlink(missing_ok=True)  # the secret is in it

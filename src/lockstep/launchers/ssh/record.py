@@ -119,14 +119,6 @@ def find(name: str) -> Record | None:
     return read(name) if record_of(name).exists() else None
 
 
-def restore(name: str, before: Record | None) -> None:
-    """Remembers again what was known before a job that has not begun."""
-    if before is None:
-        record_of(name).unlink(missing_ok=True)
-    else:
-        write(before)
-
-
 def forget(name: str) -> None:
     record_of(name).unlink(missing_ok=True)
     shutil.rmtree(cache_of(name), ignore_errors=True)

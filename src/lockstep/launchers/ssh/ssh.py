@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shlex
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from lockstep import run_files
 from lockstep.errors import LaunchError
 from lockstep.shown import in_a_line
 
@@ -154,15 +154,9 @@ def _run(command: Command, limit: float) -> Done:
                     if arrived == before:
                         process.kill()
                         return Done(command, 124, "", f"no answer within {limit:g} s")
-    out = end_of(command.writes) if command.writes else out
+    # The answer of a host comes behind the data that it sent.
+    out = run_files.read_end(command.writes, _LONGEST_ANSWER) if command.writes else out
     return Done(command, process.returncode, out.decode(errors="replace"), errors.decode(errors="replace"))
-
-
-def end_of(file: Path) -> bytes:
-    """Returns the end of a file, which has the answer of a host behind the data that it sent."""
-    with file.open("rb") as opened:
-        opened.seek(max(0, opened.seek(0, os.SEEK_END) - _LONGEST_ANSWER))
-        return opened.read()
 
 
 SEPARATOR = "\x1e"
@@ -182,25 +176,6 @@ def decoded(said: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return answer if isinstance(answer, dict) else None
-
-
-class ConsoleStart:
-    """Removes from a stream what a shell printed before the console."""
-
-    def __init__(self) -> None:
-        self._before: bytes | None = b""
-
-    def rest(self, data: bytes) -> bytes:
-        if self._before is None:
-            return data
-        before, found, rest = (self._before + data).partition(CONSOLE)
-        self._before = None if found else before
-        return rest
-
-    @property
-    def instead(self) -> bytes:
-        """What was printed where no console came."""
-        return self._before or b""
 
 
 def answered(transport: Transport, done: Done) -> dict[str, Any]:
