@@ -28,6 +28,11 @@ def tell(text: str, end: str = "\n") -> None:
         pass
 
 
+def say(text: str) -> None:
+    """Writes lines of Lockstep's own to standard error."""
+    tell("\n".join(f"lockstep: {line}" if line else "" for line in text.split("\n")))
+
+
 def standard_error() -> int:
     """Returns another descriptor of standard error; where that is closed, one whose text is dropped."""
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing.forkserver
 import os
-import pickle
 import signal
 import socket
 import threading
@@ -17,7 +16,7 @@ import pytest
 from lockstep.distributed.failure import Result
 from lockstep.errors import INTERRUPTED_EXIT_CODE
 from lockstep.launchers.local import fork_server, supervisor
-from lockstep.launchers.local.child import LENGTH_BYTES
+from lockstep.launchers.local.child import _send
 from lockstep.launchers.local.ranks import _Channel, start
 from lockstep.launchers.plan import local_plan
 
@@ -51,17 +50,22 @@ def test_a_rank_that_is_killed_at_its_end_is_named(entry: Callable[[Any], Any]) 
 
 
 def test_a_message_of_a_rank_that_is_stopped_is_not_waited_for() -> None:
-    channel, message = _Channel(), pickle.dumps(("returned", b"x" * 3_000_000))
-    whole = len(message).to_bytes(LENGTH_BYTES) + message
-    writer = threading.Thread(target=channel.of_rank.sendall, args=(whole[:-1],))
-    writer.start()
-    began = time.monotonic()
-    while writer.is_alive():
-        assert not list(channel.messages())
-    assert time.monotonic() - began < 5
-    channel.of_rank.sendall(whole[-1:] + whole[:LENGTH_BYTES])
+    channel, (ours, theirs), whole = _Channel(), socket.socketpair(), b""
+
+    def send() -> None:
+        _send(theirs, "returned", b"x" * 3_000_000)
+        theirs.close()
+
+    threading.Thread(target=send).start()
+    while data := ours.recv(1_000_000):
+        whole += data
+    for at in range(0, len(whole) - 1, 200_000):
+        channel.of_rank.sendall(whole[at : min(at + 200_000, len(whole) - 1)])
+        began = time.monotonic()
+        assert not list(channel.messages()) and time.monotonic() - began < 2
+    channel.of_rank.sendall(whole[-1:])
     assert list(channel.messages()) == [("returned", b"x" * 3_000_000)]
-    for each in (channel.socket, channel.of_rank):
+    for each in (channel.socket, channel.of_rank, ours):
         each.close()
 
 

@@ -8,7 +8,7 @@ from lockstep.config.schema import RunConfig
 from lockstep.distributed.failure import Failure, Result
 from lockstep.engine.stop_requests import Preempted
 from lockstep.errors import WorkerFailed
-from lockstep.launchers import cluster, rank, slurm
+from lockstep.launchers import cluster, ending, rank, slurm
 from lockstep.launchers.base import Launcher, launcher_of
 from lockstep.launchers.ending import require_done
 from lockstep.launchers.local import launcher as local
@@ -34,7 +34,10 @@ def test_a_config_chooses_its_launcher() -> None:
         (Result(5, failure=Failure(1, "box", "the cause", 5, memory="host")), WorkerFailed, None),
     ],
 )
-def test_a_caller_in_python_is_told_how_a_run_ended(result: Result, raised: type[BaseException], code: int) -> None:
+def test_a_caller_in_python_is_told_how_a_run_ended(
+    monkeypatch: pytest.MonkeyPatch, result: Result, raised: type[BaseException], code: int
+) -> None:
+    monkeypatch.setattr(ending, "interactive", lambda: False)
     require_done(Result(0), 2, "config.yaml")
     with pytest.raises(raised) as told:
         require_done(result, 2, "config.yaml")

@@ -200,17 +200,13 @@ def report(error: BaseException, rank: int, host: str) -> Report:
     of_user = error.__cause__ or error if isinstance(error, CallbackFailed) else error
     quiet = (ours and of_user is error) or lost or (local is not None and local.is_complete)
     return Report(
-        rank=rank,
-        host=host,
-        kind=type(error).__name__,
+        rank=rank, host=host, kind=type(error).__name__, time=time.time(), memory=local.memory if local else "",
         message=cut(local.message if local else _message(error, text, ours, lost), _ENDS, _ENDS),
-        exit_code=error.exit_code if isinstance(error, LockstepError) else 5,
-        time=time.time(),
         traceback="" if quiet else cut("".join(user_traceback(of_user)), _ENDS, _ENDS),
+        exit_code=error.exit_code if isinstance(error, LockstepError) else 5,
         consequence=type(error).__name__ in CONSEQUENCES or lost,
         concerns_all_ranks=isinstance(error, LockstepError) and error.concerns_all_ranks,
-        memory=local.memory if local else "",
-    )
+    )  # fmt: skip
 
 
 def _message(error: BaseException, text: str, ours: bool, lost: bool) -> str:
@@ -303,16 +299,9 @@ def _failure(cause: Report, by_time: list[Report], exit_codes: Mapping[int, int]
     if concerns_all_ranks:
         followers = {rank: text for rank, text in followers.items() if text != "the same"}
     return Failure(
-        cause.rank,
-        cause.host,
-        cause.message,
-        cause.exit_code,
-        cause.kind,
-        cause.traceback,
-        followers,
-        concerns_all_ranks,
-        cause.memory,
-    )
+        cause.rank, cause.host, cause.message, cause.exit_code, cause.kind, cause.traceback, followers,
+        concerns_all_ranks, cause.memory,
+    )  # fmt: skip
 
 
 def _first_line(text: str) -> str:

@@ -66,14 +66,8 @@ def local_plan(
     host = socket.gethostname()
     plans = []
     for rank in range(processes):
-        topology = Topology(
-            place=Place(rank=rank, local_rank=rank, host_index=0, host=host),
-            world_size=processes,
-            local_world_size=processes,
-            port=port or 1,
-            launched_by_us=True,
-            watched=True,
-        )
+        place = Place(rank, local_rank=rank, host_index=0, host=host)
+        topology = Topology(place, processes, processes, port=port or 1, launched_by_us=True, watched=True)
         variables = {**topology.to_env(), "MASTER_PORT": str(port or ANY_PORT), **shared}
         plans.append(ProcessPlan(host, tuple(argv), variables))
     return LaunchPlan(tuple(plans), threads, port)

@@ -30,7 +30,7 @@ from lockstep.distributed.rollcall.report import (
     digest,
     find_faults,
     render,
-)
+)  # fmt: skip
 from lockstep.distributed.topology import Topology, ranks_text
 from lockstep.errors import PeerLost, RankAbsent, RollCallError
 from lockstep.runtime.base import Runtime
@@ -158,20 +158,12 @@ def hold(
 def report(topology: Topology, runtime: Runtime, evidence: Evidence) -> Report:
     place = topology.place
     return Report(
-        rank=place.rank,
-        local_rank=place.local_rank,
-        host=place.host,
-        pid=os.getpid(),
-        device=str(runtime.device),
-        physical_device=runtime.identity(),
-        world_size=topology.world_size,
-        runtime_world=runtime.world_size(),
-        python=platform.python_version(),
-        torch=torch.__version__,
-        lockstep=version.installed(),
-        config=digest(evidence.config),
-        source=digest(evidence.source),
-    )
+        rank=place.rank, local_rank=place.local_rank, host=place.host, pid=os.getpid(),
+        device=str(runtime.device), physical_device=runtime.identity(),
+        world_size=topology.world_size, runtime_world=runtime.world_size(),
+        python=platform.python_version(), torch=torch.__version__, lockstep=version.installed(),
+        config=digest(evidence.config), source=digest(evidence.source),
+    )  # fmt: skip
 
 
 def prove(group: Group, runtime: Runtime, limit: float) -> None:

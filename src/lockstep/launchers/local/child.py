@@ -41,7 +41,7 @@ LEAVE_SECONDS = 30.0
 # How long a process may take to save and leave once its launcher is gone.
 _ORPHAN_SECONDS = 60.0
 _CHECK_SECONDS = 30
-LENGTH_BYTES = 8  # before every message to the launcher
+_LENGTH_BYTES = 8  # before every message to the launcher
 _GRACEFUL = (None, 0, PREEMPTED_EXIT_CODE)
 _BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 _NOTHING = pickle.dumps(None)
@@ -130,7 +130,17 @@ def _run_rank(
 def _send(channel: socket.socket, kind: str, content: Any = None) -> None:
     message = pickle.dumps((kind, content))
     with contextlib.suppress(OSError):  # the launcher is gone
-        channel.sendall(len(message).to_bytes(LENGTH_BYTES) + message)
+        channel.sendall(len(message).to_bytes(_LENGTH_BYTES) + message)
+
+
+def take_message(received: bytearray) -> tuple[str, Any] | None:
+    """Removes and returns the first message that a rank has sent, or None where it is not whole."""
+    end = _LENGTH_BYTES + int.from_bytes(received[:_LENGTH_BYTES])
+    if len(received) < end:
+        return None
+    message: tuple[str, Any] = pickle.loads(received[_LENGTH_BYTES:end])
+    del received[:end]
+    return message
 
 
 def run_command(argv: tuple[str, ...]) -> None:

@@ -6,7 +6,6 @@ import errno
 import math
 import multiprocessing
 import os
-import pickle
 import resource
 import signal
 import socket
@@ -21,11 +20,11 @@ from typing import Any
 from lockstep.distributed.failure import Failure, Report, Result, what_is_full
 from lockstep.distributed.signals import QUIET_SIGNALS, end_below, state_of
 from lockstep.errors import LaunchError
-from lockstep.launchers.local.child import LEAVE_SECONDS, LENGTH_BYTES, Outcome, run_command, run_rank
+from lockstep.launchers.local.child import LEAVE_SECONDS, Outcome, run_command, run_rank, take_message
 from lockstep.launchers.local.fork_server import ForkServer, changes
 from lockstep.launchers.plan import LaunchPlan
 from lockstep.launchers.supervisor import failed
-from lockstep.terminal import tell
+from lockstep.terminal import say
 
 # How long the other ranks get to fail by themselves once one has, and to end once they are asked to.
 _FALL_SECONDS = 0.5
@@ -65,9 +64,8 @@ class _Channel:
                 if not (data := self.socket.recv(_READ_BYTES)):
                     break
                 self._received += data
-        while len(self._received) >= (end := LENGTH_BYTES + int.from_bytes(self._received[:LENGTH_BYTES])):
-            yield pickle.loads(self._received[LENGTH_BYTES:end])
-            del self._received[:end]
+        while (message := take_message(self._received)) is not None:
+            yield message
 
 
 class Ranks:
@@ -100,7 +98,7 @@ class Ranks:
         self.end()
         self._collect()
         for text in self._late:
-            tell(f"lockstep: {text}")
+            say(text)
         for channel in self._channels:
             channel.socket.close()
 
@@ -218,12 +216,11 @@ class Ranks:
 
     def _ended_without_server(self) -> Ended:
         """Asks ranks to save and leave: they continue without the server, but their end would not be seen."""
-        pids = [pid for pid in self.pids().values() if state_of(pid) not in (None, "Z")]
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+        pids = self._there()
+        for rank in self.pids():
+            self._signal(rank, signal.SIGTERM)
         deadline = time.monotonic() + _SAVE_SECONDS
-        while any(state_of(pid) not in (None, "Z") for pid in pids) and time.monotonic() < deadline:
+        while self._there() and time.monotonic() < deadline:
             self._collect()
             time.sleep(0.05)
         self._collect()
@@ -236,6 +233,9 @@ class Ranks:
         )
         return Ended(without_server=cause)
 
+    def _there(self) -> list[int]:
+        return [pid for pid in self.pids().values() if state_of(pid) not in (None, "Z")]
+
     def _end_ranks_of_no_server(self, pids: list[int]) -> None:
         end_below(pids)
         for pid in pids:
@@ -245,7 +245,7 @@ class Ranks:
     def end(self) -> None:
         """Ends every process that is left."""
         if self._server.is_gone:  # and multiprocessing takes all of its processes for dead
-            self._end_ranks_of_no_server([pid for pid in self.pids().values() if state_of(pid) not in (None, "Z")])
+            self._end_ranks_of_no_server(self._there())
         for rank in self._alive():
             self._signal(rank, signal.SIGKILL)
         deadline = time.monotonic() + END_SECONDS
@@ -285,9 +285,7 @@ class Ranks:
 def _result(ended: Ended | None) -> Result | None:
     if ended is None:
         return None
-    returned = {
-        rank: outcome.received(rank, lambda text: tell(f"lockstep: {text}")) for rank, outcome in ended.returned.items()
-    }
+    returned = {rank: outcome.received(rank, say) for rank, outcome in ended.returned.items()}
     return Result(max(outcome.exit_code for outcome in ended.returned.values()), returned)
 
 

@@ -185,7 +185,7 @@ class Agent:
 
     def _say_it_has_begun(self) -> None:
         self._job.has_begun()
-        if self._job.asked_to_stop:  # by a command that did not find this process yet
+        if self._job.stop.exists():  # by a command that did not find this process yet
             self._signals.count, self._signals.name = 1, "lockstep pod stop"
 
 
@@ -199,17 +199,10 @@ def _plan(order: Order, attempt: int, threads: int) -> LaunchPlan:
     processes = []
     for local_rank, rank in enumerate(order.here.ranks):
         topology = Topology(
-            place=Place(rank=rank, local_rank=local_rank, host_index=order.index, host=order.here.name),
-            world_size=order.world_size,
-            local_world_size=order.here.count,
-            address=order.head.address,
-            port=order.port,
-            attempt=attempt,
-            store=NETWORK_STORE,
-            launched_by_us=True,
-            watched=True,
-            hosts=len(order.hosts),
-        )
+            Place(rank, local_rank, order.index, order.here.name), order.world_size, order.here.count,
+            address=order.head.address, port=order.port, attempt=attempt, store=NETWORK_STORE,
+            launched_by_us=True, watched=True, hosts=len(order.hosts),
+        )  # fmt: skip
         processes.append(ProcessPlan(order.here.name, argv, {**topology.to_env(), **shared}))
     return LaunchPlan(tuple(processes), threads, order.port)
 

@@ -84,8 +84,8 @@ class Job:
         self.path = path
         self.name = path.name
         self.order, self.console = path / "order.json", path / "console.log"
+        self.stop = path / "stop"  # a request, also to an agent that is not there yet
         self._agent, self._ended, self._lock = path / "agent.json", path / "ended.json", path / "agent.lock"
-        self._stop = path / "stop"
 
     def hold(self) -> None:
         """Locks the job for as long as the agent lives, which other containers see too.
@@ -108,16 +108,9 @@ class Job:
         return False
 
     def has_begun(self) -> None:
-        _write(self._agent, {"pid": os.getpid()})
-
-    def ask_to_stop(self) -> None:
-        """Leaves a request for an agent that is not there yet."""
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._stop.touch()
-
-    @property
-    def asked_to_stop(self) -> bool:
-        return self._stop.exists()
+        partial = self._agent.with_name(f".{self._agent.name}.partial")
+        partial.write_text(json.dumps({"pid": os.getpid()}), encoding="utf-8")
+        partial.replace(self._agent)
 
     def has_ended(self, exit_code: int, status: str, said: str = "") -> None:
         """Writes the agent's last message; `said` is the end of the console, which may have had no room on the disk."""
@@ -162,12 +155,6 @@ def _overwrite(file: IO[str], content: dict[str, Any]) -> None:
     file.truncate()
     json.dump(content, file)
     file.flush()
-
-
-def _write(file: Path, content: dict[str, Any]) -> None:
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(json.dumps(content), encoding="utf-8")
-    partial.replace(file)
 
 
 def _read(file: Path) -> dict[str, Any] | None:

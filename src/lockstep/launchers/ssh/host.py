@@ -40,7 +40,9 @@ def inspect(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
             folder.make()
     existing = next(each for each in (folder.path, *folder.path.parents) if each.is_dir())
     job = folder.newest_job()
-    address = network_address(asked.get("network"))
+    address, claimed = network_address(asked.get("network")), None
+    with contextlib.suppress(OSError):  # the folder cannot be written, which is a problem by itself
+        claimed = folder.claim(asked["claim"]) if asked.get("claim") else None
     return {
         "lockstep": installed(),
         "torch": version_of("torch"),
@@ -52,16 +54,9 @@ def inspect(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
         "path": str(folder.path),
         "running": job.name if job is not None and job.is_alive else None,
         "devices": _devices(asked.get("config")),
-        "claimed": _claimed(folder, asked.get("claim")),
+        "claimed": claimed,
         "saved": any(Path(asked["folder"]).glob("checkpoints/step-*")) if asked.get("folder") else None,
     }
-
-
-def _claimed(folder: PodFolder, job: str | None) -> str | None:
-    try:
-        return None if job is None else folder.claim(job)
-    except OSError:  # the folder cannot be written, which is a problem by itself
-        return None
 
 
 def release(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +85,7 @@ def prepare(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     order = order.model_copy(update={"index": int(asked["index"])})
     folder.archive.unlink(missing_ok=True)
     job = folder.job(order.job)
-    if job.asked_to_stop:
+    if job.stop.exists():
         raise LaunchError(f"job {job.name} was stopped before it began")
     job.path.mkdir(mode=0o700, parents=True, exist_ok=True)
     with os.fdopen(os.open(job.order, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
@@ -109,14 +104,9 @@ def start(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     for name in ("SSH_AUTH_SOCK", "SSH_CONNECTION", "SSH_CLIENT", "SSH_TTY"):  # of this login, which ends
         inherited.pop(name, None)
     agent = subprocess.Popen(
-        [sys.executable, "-P", "-m", "lockstep.launchers.ssh.agent", str(job.path)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd=folder.code,
-        env=inherited,
-        start_new_session=True,
-    )
+        [sys.executable, "-P", "-m", "lockstep.launchers.ssh.agent", str(job.path)], cwd=folder.code, env=inherited,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
     return _begun(folder, job, lambda: agent.poll() is None)
 
 
@@ -193,7 +183,8 @@ def stop(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     import signal
 
     job = folder.job(str(asked["job"])) if asked.get("job") else _job(folder, asked)
-    job.ask_to_stop()
+    job.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    job.stop.touch()
     pid = job.pid()
     if pid is not None:
         with contextlib.suppress(ProcessLookupError):

@@ -91,13 +91,7 @@ class Pod(PodCommands):
                 "that all hosts share or in a bucket"
             )
         order = self._order(job, found, out, record)
-        started = Record(
-            name=self.name,
-            config=plain(self.config),
-            job=order.job,
-            folder=order.folder,
-            url=order.url,
-        )
+        started = Record(name=self.name, config=plain(self.config), job=order.job, folder=order.folder, url=order.url)
         try:
             self.pack(order.model_dump_json())
             self._all_well(execute(self.copying(), _COPY_SECONDS))
@@ -155,18 +149,11 @@ class Pod(PodCommands):
             Host(name=each.name, address=each.found["address"], first=first, count=count)
             for each, (first, count) in zip(found, spread(processes, devices), strict=True)
         )
+        port = self.config.launch.port or head["port"]
         return Order(
-            pod=self.name,
-            job=job,
-            index=0,
-            hosts=tuple(hosts),
-            port=self.config.launch.port or head["port"],
-            secret=fresh(),
-            config=config,
-            folder=folder,
-            url=url,
-            env=self._env(),
-        )
+            pod=self.name, job=job, index=0, hosts=tuple(hosts), port=port, secret=fresh(), config=config,
+            folder=folder, url=url, env=self._env(),
+        )  # fmt: skip
 
     def _env(self) -> dict[str, str]:
         missing = [name for name in self.config.pod.env if name not in os.environ]
