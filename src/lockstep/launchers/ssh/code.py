@@ -96,10 +96,10 @@ def pack_run(run: Path, everything: bool, out: BinaryIO) -> int:
     with tarfile.open(fileobj=out, mode="w|") as packed:
         for folder, _, names in (found for part in parts for found in os.walk(part)):
             for name in sorted(names, reverse=True):  # a checkpoint's manifest comes after what it lists
-                file = Path(folder) / name
+                file = (Path(folder) / name).relative_to(run)
                 if ".partial" not in str(file):
                     with contextlib.suppress(FileNotFoundError):  # the run goes on, and removes old checkpoints
-                        packed.add(file, run.name / file.relative_to(run))
+                        packed.add(run / file, run.name / file)
     return -(-packed.offset // tarfile.RECORDSIZE) * tarfile.RECORDSIZE  # it is filled up
 
 
