@@ -99,18 +99,6 @@ def _no_space(error: BaseException, text: str) -> LocalError:
     )
 
 
-def what_is_full(temporary: str) -> str:
-    """Says what is full when processes cannot start: shared memory, or the temporary folder."""
-    shared, disk = _room(_SHARED_MEMORY), _room(temporary)
-    if shared is not None and shared[1] < _LITTLE_BYTES and not (disk is not None and disk[1] < shared[1]):
-        return (
-            f"{_SHARED_MEMORY} has {size(shared[0])}, {size(shared[1])} of it free. Delete what others left there, or "
-            "give it more room (docker run --shm-size, mount -o remount,size=)"
-        )
-    free = f"{size(disk[1])} free" if disk is not None else "no room"
-    return f"{temporary} has {free}: make room there, or name another folder with TMPDIR"
-
-
 def _no_shared_memory(text: str) -> LocalError:
     room = _room(_SHARED_MEMORY)
     found = f"; {_SHARED_MEMORY} has {room[0] / 1e6:.1f} MB, {room[1] / 1e6:.1f} MB of it free" if room else ""

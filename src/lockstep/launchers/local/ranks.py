@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-from lockstep.distributed.failure import Failure, Report, Result, what_is_full
+from lockstep.distributed.failure import Failure, Report, Result
 from lockstep.distributed.signals import QUIET_SIGNALS, end_below, state_of
 from lockstep.errors import LaunchError
 from lockstep.launchers.local.child import LEAVE_SECONDS, Outcome, run_command, run_rank, take_message
@@ -312,6 +311,5 @@ def _cannot_start(count: int, error: OSError) -> str:
         errno.EMFILE: f"the limit of open files is {files}; raise it (ulimit -n)",
         errno.EAGAIN: "the limit of processes is reached; raise it (ulimit -u), or end some",
         errno.ENOMEM: "there is not enough memory; use fewer processes",
-        errno.ENOSPC: what_is_full(tempfile.gettempdir()),
     }.get(error.errno or 0, "`lockstep doctor` looks for what is wrong")
     return f"{count} process{'' if count == 1 else 'es'} could not be started: {error.strerror or error}; {remedy}"
