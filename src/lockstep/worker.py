@@ -156,7 +156,7 @@ class Rank:
         self.runtime = runtime.create(family, index, topology.local_world_size, here)
         self.runtime.prepare()
         activity = Activity(settings.timeouts.first_step)
-        store, for_beats = meet(topology, settings.timeouts.rendezvous)
+        self.topology, store, for_beats = meet(topology, settings.timeouts.rendezvous)
         adapt(self.runtime)
         self.heartbeat = Heartbeat(for_beats, topology, activity, Limits.of(settings.timeouts, family))
         self.heartbeat.reports_resident_memory = family == "cpu"
