@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.planner.devices import known, slice_of, target, topology
 from lockstep.planner.tpu import engine
 from lockstep.planner.tpu.engine import refused
-from lockstep.planner.tpu.program import Program, group_of, padded_bytes
+from lockstep.planner.tpu.program import group_of, padded_bytes, parsed
 from lockstep.planner.tpu.trace import REPLICATED, Entry, of_crash, part, words
 
 MESHES: list[dict[str, int]] = [{"data": 8}, {"data": 4, "model": 2}, {"replica": 2, "data": 2, "model": 2}]
@@ -90,21 +90,12 @@ ENTRY %main (a: f32[8,128], b: s32[4]) -> (f32[8,128]) {
 """
 
 
-def test_a_program_says_what_it_exchanges_and_what_lies_in_memory() -> None:
-    found = Program(PROGRAM).plain(["weights", "batch"])
+def test_a_program_says_what_it_exchanges_and_is_given() -> None:
+    found = parsed(PROGRAM, ["weights", "batch"])
     exchanges = {each["name"]: each for each in found["exchanges"]}
     assert exchanges["all-gather"] == {"name": "all-gather", "group": [0, 4, 8, 12], "bytes": 128 * 128 * 4, "count": 1}
     assert exchanges["reduce-scatter"]["bytes"] == 16 * 128 * 4  # an all-reduce that keeps a part is one
     assert found["by_argument"] == {"weights": 8 * 128 * 4, "batch": 128 * 4}
-    # What is gathered goes before the backward pass, what gelu made is read there; the copy is on the chip, and what
-    # takes the argument's place is no memory of its own.
-    assert found["peak"] == {"temporaries": 128 * 128 * 4, "activations": 256 * 128 * 2}
-    assert found["phase"] == "forward"
-    largest = found["largest"][0]
-    assert (largest["bytes"], largest["shape"]) == (128 * 128 * 4, [128, 128])
-    assert found["largest"][1]["line"] == "task.py:7"
-    last = found["timeline"][-2]
-    assert last["gradients"] == 8 * 128 * 4
 
 
 @pytest.mark.parametrize(

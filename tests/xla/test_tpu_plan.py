@@ -47,8 +47,7 @@ def test_a_step_is_compiled_for_a_slice_that_nobody_has(project: Project) -> Non
     least = 6 * tokens * (12 * 2 * 256**2 + 512 * 256) / 16
     assert least <= found.flops < 2 * least  # the compiler counts every addition, not the products alone
     assert {each.axis for each in found.collectives} == {"data"}
-    assert found.timeline and [name for name, _ in found.phases] == ["forward", "backward"]
-    assert all(each.operation for each in found.largest)
+    assert found.peak == pytest.approx(sum(found.by_kind.values()), rel=0.01) and found.by_kind["temporaries"] > 0
 
 
 def test_a_replica_on_every_chip(project: Project, tmp_path: Path) -> None:

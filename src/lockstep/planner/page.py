@@ -51,7 +51,8 @@ def _sections(plan: Plan, precision: str) -> Iterator[str]:
     kind, word = ("fits", "fits") if plan.fits else ("not", "does not fit")
     yield f'<h2>{escape(plan.target.title)}: <span class="{kind}">{word}</span>, {verdict}</h2>'
     yield f"<p>{escape(_summary(plan))}</p>"
-    yield "<h3>Memory of a device over a step, in GiB</h3>" + memory(plan) + _kinds(plan)
+    drawn = memory(plan)
+    yield f"<h3>Memory of a device {'over a step, in GiB' if drawn else 'at its peak'}</h3>{drawn}" + _kinds(plan)
     if step.largest:
         yield "<h3>The largest tensors at the peak</h3>" + _largest(plan)
     yield "<h3>Hosts, devices and axes</h3>" + mesh(plan)

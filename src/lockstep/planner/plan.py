@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import TypeAdapter
+
 from lockstep.config.strategy import BATCH_AXES, CONTEXT_AXIS, dp_size
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.planner.devices import Target
@@ -80,33 +82,18 @@ class Step:
     peak: int
     phase: str
     by_kind: dict[str, int]
-    largest: list[Tensor]
-    flops: int
-    bytes: int
-    work: list[Work]
-    collectives: list[Collective]
-    timeline: list[dict[str, int]]
-    phases: list[tuple[str, int]]  # each with the event at which it began
     seconds: float  # that tracing took
+    largest: list[Tensor] = field(default_factory=list)
+    flops: int = 0
+    bytes: int = 0
+    work: list[Work] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
+    timeline: list[dict[str, int]] = field(default_factory=list)
+    phases: list[tuple[str, int]] = field(default_factory=list)  # each with the event at which it began
     events: int = 0  # that the timeline is thinned from, and phases count
     mesh: dict[str, int] = field(default_factory=dict)  # axes in the order of ranks, the last running fastest
     axes: list[str] = field(default_factory=list)  # that there are rules for, in the config or by the task
     host_bytes: int = 0  # that the rank keeps in the memory of its host (strategy.offload)
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def parse(cls, raw: dict[str, Any]) -> Step:
-        return cls(
-            **{
-                **raw,
-                "largest": [Tensor(**each) for each in raw["largest"]],
-                "work": [Work(**each) for each in raw["work"]],
-                "collectives": [Collective(**each) for each in raw["collectives"]],
-                "phases": [(name, at) for name, at in raw["phases"]],
-            }
-        )
 
 
 def work_of(books: Books, start: int) -> list[Work]:
@@ -244,7 +231,7 @@ class Plan:
             "largest_batch": self.largest_batch,
             "largest_batch_was_traced": self.tried,
             "estimate": {**asdict(self.estimate), "step": self.estimate.step},
-            **self.step.plain(),
+            **asdict(self.step),
         }
 
 
@@ -320,7 +307,7 @@ def _on_fake_tensors(config: Path, overrides: Sequence[str], world_size: int) ->
         raise NotPlanned(f"{config}: the step cannot be traced: {last}. {kept(log)}")
     if "error" in found:
         raise ConfigError(found["error"])
-    return Step.parse(found)
+    return TypeAdapter(Step).validate_python(found)
 
 
 class NotPlanned(LockstepError):

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -424,7 +425,7 @@ def main(config: str, world_size: str, out: str, *overrides: str) -> int:
     logging.disable(logging.WARNING)
     gpu_rules.install()
     try:
-        found = trace(load(Path(config), overrides), int(world_size)).plain()
+        found = asdict(trace(load(Path(config), overrides), int(world_size)))
     except LockstepError as error:
         found = {"error": str(error)}
     Path(out).write_text(json.dumps(found), encoding="utf-8")

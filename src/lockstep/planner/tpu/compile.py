@@ -12,8 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from lockstep.planner.devices import slice_of, topology
-from lockstep.planner.tpu.program import Program
+from lockstep.planner.tpu.program import parsed
 from lockstep.planner.tpu.trace import PROGRAM, TRACED, Traced
 
 COMPILED = "compiled.json"
@@ -130,10 +132,7 @@ def compiled(traced: Traced, program: bytes, target: str) -> dict[str, Any]:
         "flops": float(costs.get("flops", 0.0)),
         "bytes": float(costs.get("bytes accessed", 0.0)),
         "seconds": round(took, 1),
-        **Program(written).plain(
-            [each.kind for each in traced.arguments],
-            [each.shape for each in traced.arguments if each.kind == "weights"],
-        ),
+        **parsed(written, [each.kind for each in traced.arguments]),
     }
 
 
@@ -159,7 +158,7 @@ def _annotate(ir: Any, module: Any, traced: Traced, replicas: int, partitions: i
 
 def main(folder: str, target: str) -> int:
     prepare()
-    traced = Traced.parse(json.loads((Path(folder) / TRACED).read_text(encoding="utf-8")))
+    traced = TypeAdapter(Traced).validate_json((Path(folder) / TRACED).read_text(encoding="utf-8"))
     program = (Path(folder) / PROGRAM).read_bytes()
     try:
         found = compiled(traced, program, target)

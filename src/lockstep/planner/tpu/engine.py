@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from lockstep.config.accelerators import Accelerator
 from lockstep.errors import ConfigError
-from lockstep.planner.plan import Collective, NotPlanned, Step, Tensor, Work, kept, run_module
+from lockstep.planner.plan import Collective, NotPlanned, Step, Work, kept, run_module
 from lockstep.planner.tpu.compile import COMPILED
 from lockstep.planner.tpu.trace import TRACED, Traced, of_crash, part
 
@@ -70,7 +71,7 @@ def _traced(config: Path, overrides: Sequence[str], target: Accelerator, folder:
     if code != 0 or not found:
         why = of_crash(log) or f"the step cannot be traced: {_crash(log, code)}"
         raise NotPlanned(f"{config}: {why}. {kept(log)}")
-    return Traced.parse(found)
+    return TypeAdapter(Traced).validate_python(found)
 
 
 def _compiled(traced: Traced, target: Accelerator, folder: Path) -> Step:
@@ -126,29 +127,13 @@ def _crash(log: str, code: int) -> str:
 
 def _fitting(traced: Traced, found: Mapping[str, Any]) -> Step:
     sizes, times = found["sizes"], traced.programs
-    given = _by_kind(found["by_argument"], sizes["arguments"])
     made = sizes["temporaries"] + max(sizes["results"] - sizes["shared"], 0) + sizes["code"]
-    # What libtpu lays out is a little less or more than what its text says, whose course and kinds are kept.
-    listed = sum(found["peak"].values())
-    scale = made / listed if listed else 0.0
-    by_kind = {**given, **{kind: round(size * scale) for kind, size in found["peak"].items()}}
-    if not listed:
-        by_kind["temporaries"] = made
     flops, moved = round(found["flops"] * times), round(found["bytes"] * times)
     return _step(
-        traced,
-        peak=sizes["arguments"] + made,
-        phase=found["phase"],
-        by_kind=by_kind,
-        largest=[Tensor(**each) for each in found["largest"]],
-        flops=flops,
-        bytes=moved,
+        traced, found["by_argument"], sizes["arguments"], made, found["seconds"], flops=flops, bytes=moved,
         work=[Work("bfloat16", flops, moved, 1)],
         collectives=collectives(found["exchanges"], traced.mesh, traced.devices, times),
-        timeline=[{**given, **{kind: round(size * scale) for kind, size in at.items()}} for at in found["timeline"]],
-        phases=[(name, at) for name, at in found["phases"]],
-        seconds=traced.seconds + found["seconds"],
-    )
+    )  # fmt: skip
 
 
 def _not_fitting(traced: Traced, program: int, arguments: int) -> Step:
@@ -157,14 +142,13 @@ def _not_fitting(traced: Traced, program: int, arguments: int) -> Step:
     for each in traced.arguments:
         held = math.prod(part(each.shape, each.sharding)) * _WIDTHS.get(each.dtype, 4)
         exact[each.kind] = exact.get(each.kind, 0) + held
-    given = arguments or sum(exact.values())
-    return _step(
-        traced, peak=given + program, phase="program", by_kind={**_by_kind(exact, given), "temporaries": program},
-        largest=[], flops=0, bytes=0, work=[], collectives=[], timeline=[], phases=[], seconds=traced.seconds,
-    )  # fmt: skip
+    return _step(traced, exact, arguments or sum(exact.values()), program)
 
 
-def _step(traced: Traced, **values: Any) -> Step:
+def _step(
+    traced: Traced, exact: Mapping[str, int], arguments: int, made: int, seconds: float = 0.0, **known: Any
+) -> Step:
+    """Counts everything that a program makes as temporaries: the compiler says of it only how much it is."""
     return Step(
         world_size=traced.devices,
         batch=traced.batch,
@@ -172,9 +156,12 @@ def _step(traced: Traced, **values: Any) -> Step:
         parameters=traced.parameters,
         weights_bytes=traced.weights_bytes,
         optimizer_bytes=traced.optimizer_bytes,
+        peak=arguments + made,
+        phase="program",
+        by_kind={**_by_kind(exact, arguments), "temporaries": made},
         mesh=traced.mesh,
-        events=len(values["timeline"]),
-        **values,
+        seconds=traced.seconds + seconds,
+        **known,
     )
 
 

@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from lockstep.config.accelerators import Accelerator, check_slice
 from lockstep.config.load import load
@@ -59,10 +58,6 @@ class Traced:
     results: list[str]  # the sharding of each
     seconds: float
 
-    @classmethod
-    def parse(cls, raw: dict[str, Any]) -> Traced:
-        return cls(**{**raw, "arguments": [Argument(**each) for each in raw["arguments"]]})
-
 
 def prepare() -> None:
     """Sets what torch_xla reads on import."""
@@ -70,7 +65,6 @@ def prepare() -> None:
         PJRT_DEVICE="CPU",
         CPU_NUM_DEVICES=str(_VIRTUAL_DEVICES),
         XLA_ALWAYS_ALLREDUCE="1",  # also where this process is a world of its own
-        XLA_HLO_DEBUG="1",
         OMP_NUM_THREADS="1",
     )
 
@@ -91,7 +85,6 @@ def trace(config: RunConfig, target: Accelerator) -> tuple[Traced, bytes]:
     task = create_task(config.task)
     datasets = datasets_of(task, config)
     order = order_of(task, config, datasets["train"])
-    torch_xla._XLAC._set_ir_debug(True)  # which line made what
     register = placeholders.Register()
     runtime = placeholders.PlaceholderRuntime(settings, target.devices, register)
     with placeholders.world(ranks, register) as group, new_run(runtime, group, settings) as run:
