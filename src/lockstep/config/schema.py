@@ -153,7 +153,7 @@ class Train(Reproducible):
 class Validate(Section):
     every: Interval = EVERY_EPOCH
     on: Literal["all", "rank0"] = "all"
-    batch_size: int | None = Field(None, gt=0, description="defaults to train.batch_size")
+    batch_size: int | None = Field(None, gt=0, description="defaults to train.batch_size / train.accumulate")
     limit: int | None = Field(
         None, gt=0, description="measure the first so many examples of every set, also of test data; null: all"
     )
@@ -345,6 +345,11 @@ class RunConfig(RunSettings):
     def after(self) -> After | None:
         """What is done with a trained model in place of training, if anything."""
         return self._after
+
+    @property
+    def evaluation_batch_size(self) -> int:
+        """Examples that are measured or predicted at once. A micro-batch fits wherever training fits."""
+        return self.validation.batch_size or max(1, self.train.batch_size // self.train.accumulate)
 
     def with_after(self, after: After | None) -> RunConfig:
         copy = self.model_copy()

@@ -47,7 +47,7 @@ def of_start(config: RunConfig, number: int) -> RunConfig:
         "launch.max_restarts": 0,
     }
     if "limit" not in config.validation.model_fields_set:
-        changes["validate.limit"] = config.validation.batch_size or config.train.batch_size
+        changes["validate.limit"] = config.evaluation_batch_size
     return with_values(config, changes)
 
 

@@ -43,7 +43,7 @@ def evaluate(run: Run, config: RunConfig, after: After) -> dict[str, Any]:
     datasets = data_named(task, config, after.data)
     bring_back(run, task, config, after, datasets.values())
     measure, collate = TaskMeasure(run, task), getattr(task, "collate", None)
-    batch_size = config.validation.batch_size or config.train.batch_size
+    batch_size = config.evaluation_batch_size
     metrics = evaluated(run, measure, datasets, batch_size, config.validation.on, collate)
     if metrics is None:
         run._engine.leave_unsaved()

@@ -60,7 +60,7 @@ def predict(run: Run, config: RunConfig, after: After) -> dict[str, Any]:
     require_predict(task, after)
     data = _data(task, config, after)
     count = check_dataset(data, "the data to predict")
-    batch_size = config.validation.batch_size or config.train.batch_size
+    batch_size = config.evaluation_batch_size
     per_part = math.ceil(after.chunk / batch_size)
     parts, out = math.ceil(count / (per_part * batch_size)), Path(str(after.out))
     folder = Path(run.agree(lambda: _begin(out, config, after, count), "the folder of the parts"))
@@ -209,7 +209,7 @@ def _begin(out: Path, config: RunConfig, after: After, count: int) -> str:
     except (manifest.Damaged, manifest.Unreadable):
         checkpoint = None  # reported when it is read, or not on this host
     made_of = [checkpoint, after.model_dump(mode="json"), config.task.model_dump(mode="json"), count]
-    made_of += [config.train.batch_size, config.validation.batch_size, config.train.precision, config.seed]
+    made_of += [config.evaluation_batch_size, config.train.precision, config.seed]
     code = source_files(import_object(source_of(config.task), "task"))
     made_of += [config.data.model_dump(mode="json"), code.digests]
     if after.input is not None and (given := Path(after.input)).exists():

@@ -64,7 +64,7 @@ def _fit(run: Run, config: RunConfig, task: Task, own: UserCallbacks) -> dict[st
     if run.is_main:
         log_summary(run.modules, run._engine.strategy.name)
     measure = TaskMeasure(run, task)
-    batch_size = config.validation.batch_size or config.train.batch_size
+    batch_size = config.evaluation_batch_size
     stopping = EarlyStopping(config.early_stop) if config.early_stop else None
     validation = Validation(
         _of_kind("val", datasets), measure, batch_size, config.validation, stopping, collate, task.should_stop,
