@@ -16,8 +16,8 @@ import pytest
 from lockstep.errors import ConfigError
 from lockstep.planner.devices import known, slice_of, target, topology
 from lockstep.planner.tpu import engine
+from lockstep.planner.tpu.compile import group_of, padded_bytes, parsed
 from lockstep.planner.tpu.engine import refused
-from lockstep.planner.tpu.program import group_of, padded_bytes, parsed
 from lockstep.planner.tpu.trace import REPLICATED, Entry, of_crash, part, words
 
 MESHES: list[dict[str, int]] = [{"data": 8}, {"data": 4, "model": 2}, {"replica": 2, "data": 2, "model": 2}]
