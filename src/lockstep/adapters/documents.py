@@ -131,6 +131,7 @@ class TokenRows(Dataset[Example]):
 
     def __init__(self, documents: Sequence[Document], rows: Sequence[Sequence[int]]) -> None:
         self._documents, self._rows = documents, rows
+        self.lengths = [sum(len(documents[number][0]) for number in row) for row in rows]
 
     def __len__(self) -> int:
         return len(self._rows)

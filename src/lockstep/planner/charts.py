@@ -159,8 +159,9 @@ def _phases(plan: Plan) -> list[tuple[str, float, float]]:
     names = [name for name, _ in found]
     if last >= 0:
         names[last:] = ["gradients" if name == "forward" else name for name in names[last:]]
-    if names[-2:] == ["optimizer", "gradients"]:
-        names[-1] = "end"
+    end = len(names) - ("validation" in names)
+    if names[end - 2 : end] == ["optimizer", "gradients"]:
+        names[end - 1] = "end"
     begins = [min(at / events, 1.0) for _, at in found]
     return [each for each in zip(names, begins, [*begins[1:], 1.0], strict=True) if each[2] > each[1]]
 

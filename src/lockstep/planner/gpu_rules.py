@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.nn.utils import stateless
 from torch.utils import _pytree
 from torch.utils.flop_counter import flop_registry
@@ -314,3 +315,16 @@ def _is_view(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     returns = schema.returns if schema is not None else []
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+
+
+def copy_offloaded() -> None:
+    """Makes `strategy.offload` copy on fake tensors, whose device is the host to torch.
+
+    This cannot be undone.
+    """
+    of_the_host: Any = FSDPParam.all_gather_inputs
+
+    def copied(parameter: FSDPParam) -> list[Tensor]:
+        return [each.clone() for each in of_the_host.fget(parameter)]
+
+    FSDPParam.all_gather_inputs = property(copied)  # type: ignore[assignment]

@@ -108,7 +108,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._lines: dict[int, str] = {}  # of the forward pass, by the number of the autograd node
         self._resize = torch.UntypedStorage.resize_
-        self._optimizing = False
+        self._optimizing = self._validating = False
         self._paused = False
         self._inside = False  # a kernel that is being put together: what it makes on the way is nowhere
 
@@ -144,8 +144,18 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._paused = before
 
+    @contextlib.contextmanager
+    def validation(self) -> Iterator[None]:
+        self._validating = True
+        try:
+            yield
+        finally:
+            self._validating = False
+
     @property
     def phase(self) -> str:
+        if self._validating:
+            return "validation"
         if torch._C._current_graph_task_id() != -1:
             return "backward"
         return "optimizer" if self._optimizing else "forward"

@@ -71,7 +71,7 @@ def _summary(plan: Plan) -> str:
         text.append(f"the largest batch that fits is {plan.largest_batch}")
     if step.host_bytes:
         text.append(f"{binary_size(step.host_bytes)} for each device are in the memory of its host")
-    return "; ".join(text) + "."
+    return ". ".join(["; ".join(text), *step.notes]) + "."
 
 
 def _kinds(plan: Plan) -> str:

@@ -94,6 +94,7 @@ class Step:
     mesh: dict[str, int] = field(default_factory=dict)  # axes in the order of ranks, the last running fastest
     axes: list[str] = field(default_factory=list)  # that there are rules for, in the config or by the task
     host_bytes: int = 0  # that the rank keeps in the memory of its host (strategy.offload)
+    notes: list[str] = field(default_factory=list)  # what the plan does not have in it
 
 
 def work_of(books: Books, start: int) -> list[Work]:
@@ -219,6 +220,13 @@ class Plan:
         return self.step.peak <= self.capacity
 
     @property
+    def is_whole_epoch(self) -> bool:
+        """Whether the largest batch is limited by the number of examples."""
+        return self.step.examples is not None and (self.largest_batch or 0) > self.step.examples - dp_size(
+            self.step.mesh
+        )
+
+    @property
     def margin(self) -> float:
         return self.capacity - self.step.peak
 
@@ -276,7 +284,8 @@ def _largest_batch(plan: Plan, peak_of: Callable[[int], int]) -> tuple[int | Non
         points[guess] = peak_of(guess)
         (small, low), (large, high) = sorted(points.items())[0], sorted(points.items())[-1]
         slope = (high - low) / (large - small)
-        guess = _multiple(min(small + (plan.capacity - low) / slope, most), parts) if slope > 0 else guess
+        # With validate.batch_size, a batch of validation may need the most: it is the same for all.
+        guess = _multiple(min(small + (plan.capacity - low) / slope, most), parts) if slope > 0 else 0
     best = max((batch for batch, peak in points.items() if peak <= plan.capacity), default=0)
     return (best, True) if best and best in (guess, *list(points)[1:]) else (guess or None, False)
 
@@ -343,7 +352,8 @@ def kept(log: str) -> str:
 
 
 _SHOWN = 10
-_WHEN = {"forward": "the forward pass", "backward": "the backward pass", "optimizer": "the optimizer's step"}
+_WHEN = {"forward": "the forward pass", "backward": "the backward pass", "optimizer": "the optimizer's step",
+         "validation": "validation"}  # fmt: skip
 
 
 def lines(plan: Plan) -> Iterator[str]:
@@ -359,6 +369,7 @@ def lines(plan: Plan) -> Iterator[str]:
             yield f"  {kind:<14}{binary_size(size_of_kind):>12}"
     if step.host_bytes:
         yield f"  {binary_size(step.host_bytes)} more are in the memory of its host (strategy.offload)"
+    yield from step.notes
     if step.largest:
         yield "the largest tensors then"
     for each in step.largest[:_SHOWN]:
@@ -380,4 +391,5 @@ def lines(plan: Plan) -> Iterator[str]:
     )
     if plan.largest_batch:
         how = "traced" if plan.tried else "worked out from this one, not traced"
+        how += ", as many as an epoch has" if plan.is_whole_epoch else ""
         yield f"largest batch that fits: {plan.largest_batch} ({how})"

@@ -12,243 +12,60 @@ import gc
 import itertools
 import json
 import logging
+import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.utils.data import Subset
 
-from lockstep import strategy as strategies
-from lockstep.config.load import check_strategy, load
+from lockstep.config.load import load
 from lockstep.config.schema import Checkpoint, Log, RunConfig
 from lockstep.config.strategy import BATCH_AXES, DATA_AXIS, MAIN, resolve_meshes
-from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.config.values import Interval
-from lockstep.distributed.activity import Activity
+from lockstep.data.loader import BatchFetcher
+from lockstep.data.order import Sequential, numbers, of_every_example
+from lockstep.data.stream_reader import is_stream
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import Topology
+from lockstep.engine.ema import in_place
 from lockstep.engine.engine import Engine
 from lockstep.engine.run import Run
 from lockstep.engine.stop_requests import StopRequests
-from lockstep.errors import LockstepError
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.evaluation.means import evaluating
 from lockstep.planner import gpu_rules, plan
 from lockstep.planner.ledger import Ledger, NotTraced, kind_of, replay
 from lockstep.planner.plan import Step
+from lockstep.planner.world import FakeDdp, FakeRuntime, world
 from lockstep.record.display import Display
 from lockstep.runtime.base import Runtime
-from lockstep.runtime.moving import map_tensors
-from lockstep.strategy import context
-from lockstep.strategy.base import Strategy
-from lockstep.strategy.exact import ExactStrategy
 from lockstep.strategy.mesh import axes_of, shard_rules
 from lockstep.strategy.slices import local_part
-from lockstep.strategy.xla_ddp import in_buckets
 from lockstep.tasks.create import create_task
 from lockstep.tasks.loop import step_of
+from lockstep.tasks.measure import TaskMeasure
 from lockstep.tasks.schedules import RunLength
-from lockstep.tasks.setup import order_of, set_up
-from lockstep.tasks.trainer import datasets_of
+from lockstep.tasks.setup import order_of, set_up, value_of
+from lockstep.tasks.task import defines
+from lockstep.tasks.trainer import Datasets, datasets_of, limited
 
-_TIMEOUT = 600.0
-_really_create = strategies.create
+Shape = tuple[int, ...]
 
-
-class FakeRuntime(Runtime):
-    """A CUDA runtime on fake host tensors: torch refuses tensors of a device that it was not built for.
-
-    What GPUs do differently is in gpu_rules.py.
-    """
-
-    name: ClassVar[str] = "cuda"
-    backend = "fake"
-    fuses_optimizers = True
-
-    def __init__(self, fake: FakeTensorMode) -> None:
-        super().__init__(torch.device("cpu"))
-        self._fake = fake
-
-    def move(self, batch: Any) -> Any:
-        def fake(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)
-
-        return map_tensors(fake, batch, lambda other: other)
-
-    def use_precision(self, precision: str) -> None:
-        pass  # what it changes is how numbers are multiplied, not how large they are
-
-
-class FakeGroup(Group):
-    """Rank 0 of ranks that all say what it says."""
-
-    def rendezvous(self, tag: str, payload: bytes = b"", ranks: Sequence[int] | None = None) -> list[bytes]:
-        return [payload] * self.world_size
-
-    def _from_rank_0(self, name: str, message: bytes) -> bytes:
-        return message
-
-    def publish(self, key: str, text: str) -> None:
-        pass
-
-    def published(self, keys: Sequence[str]) -> list[str | None]:
-        return [None] * len(keys)
-
-
-class FakeDdp(Strategy):
-    """The memory and traffic of DistributedDataParallel, which cannot run on fake tensors.
-
-    A `comm_hook` is planned as if gradients were not compressed.
-    """
-
-    name = "ddp"
-
-    def __init__(self, runtime: Runtime, settings: StrategySettings, world_size: int) -> None:
-        super().__init__(runtime, world_size)
-        self._settings, self.has_views = settings, settings.has_bucket_views(on_gpu=True)
-        self.buckets: list[torch.Tensor] = []
-
-    def place(self, model: nn.Module) -> nn.Module:
-        most = self._settings.bucket_mb * 2**20
-        trained: list[torch.Tensor] = [each for each in model.parameters() if each.requires_grad]
-        for parameters in in_buckets(trained, most):  # of gradients, which are as large
-            bucket = torch.empty(sum(each.numel() for each in parameters), dtype=parameters[0].dtype)
-            self.buckets.append(bucket)
-            if self.has_views:
-                parts = torch.split(bucket, [each.numel() for each in parameters])
-                for parameter, part in zip(parameters, parts, strict=True):
-                    parameter.register_post_accumulate_grad_hook(_moved_into(part))  # type: ignore[no-untyped-call]
-        return model
-
-    def computed(self, last: bool) -> None:
-        for bucket in self.buckets if last else ():
-            dist.all_reduce(bucket)
-
-
-def _moved_into(part: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    def move(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        there = part.view_as(parameter)
-        if parameter.grad._base is not part._base:
-            there.copy_(parameter.grad)
-            parameter.grad = there
-
-    return move
-
-
-class _AtOnce:
-    """In place of a thread, in which memory would not be counted."""
-
-    def do(self, what: Callable[[], None]) -> None:
-        what()
-
-    def wait(self) -> None:
-        pass
-
-
-class FakeExact(ExactStrategy):
-    def __init__(self, runtime: Runtime, group: Group, leaves: int, seed: int) -> None:
-        super().__init__(runtime, group, leaves, seed)
-        if self._exchange is not None:
-            self._exchange.thread = _AtOnce()
-
-    def _anywhere(self, present: list[bool]) -> list[bool]:
-        return present
-
-
-class LastContext(context.Context):
-    """The last rank along the axis `context`, which sees the most positions; a GPU needs no mask in memory."""
-
-    def __init__(self, blocks: Mapping[str, nn.Module], mesh: DeviceMesh, activity: Activity) -> None:
-        super().__init__(blocks, mesh, activity)
-        self.rank = self.size - 1
-
-    def causal_mask(self, length: int, end: int, device: torch.device) -> None:
-        pass
-
-
-def _create(
-    settings: StrategySettings, runtime: Runtime, group: Group, leaves: int | None = None, seed: int = 0
-) -> Strategy:
-    check_strategy(settings, runtime.name, group.world_size)
-    if leaves is not None:
-        return FakeExact(runtime, group, leaves, seed)
-    if settings.type in ("auto", "ddp") and group.world_size > 1:
-        return FakeDdp(runtime, settings, group.world_size)
-    return _really_create(settings, runtime, group)
-
-
-@contextlib.contextmanager
-def world(size: int) -> Iterator[FakeGroup]:
-    """Enters torch's fake process group, and patches what does not work on fake tensors."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    to = nn.Module.to
-    nn.Module.to = _stays(to)  # type: ignore[method-assign]
-    strategies.create = _create
-    own, context.Context = context.Context, LastContext  # type: ignore[misc]
-    available = torch.cuda.is_available
-    torch.cuda.is_available = _as_on_the_target(available)
-    try:
-        yield FakeGroup(0, size, _TIMEOUT)
-    finally:
-        nn.Module.to = to  # type: ignore[method-assign]
-        strategies.create = _really_create
-        context.Context = own  # type: ignore[misc]
-        torch.cuda.is_available = available
-        dist.destroy_process_group()
-
-
-def _as_on_the_target(available: Callable[[], bool]) -> Callable[[], bool]:
-    """Answers torch.cuda.is_available() in user code as on the target."""
-
-    def answer() -> bool:
-        asking = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
-        return available() if asking in ("torch", "lockstep") else True
-
-    return answer
-
-
-def _stays(to: Any) -> Any:
-    """Replaces Module.to(device, dtype), for which torch would swap fake parameters, and cannot."""
-
-    def instead(module: nn.Module, *arguments: Any, **named: Any) -> nn.Module:
-        given = [*arguments, *named.values()]
-        if given and all(isinstance(each, (str, torch.device, torch.dtype)) for each in given):
-            for dtype in (each for each in given if isinstance(each, torch.dtype)):
-                _cast(module, dtype)
-            return module
-        moved: nn.Module = to(module, *arguments, **named)
-        return moved
-
-    return instead
-
-
-def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    made: dict[int, nn.Parameter] = {}  # by the identity of what it replaces: weights may be tied
-    for part in module.modules():
-        for name, each in part._parameters.items():
-            if each is not None and each.is_floating_point() and each.dtype != dtype:
-                part._parameters[name] = made.setdefault(
-                    id(each), nn.Parameter(each.detach().to(dtype), each.requires_grad)
-                )
-        for name, buffer in part._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                part._buffers[name] = buffer.to(dtype)
+_LOOKED_AT = 3  # batches, whether they differ in shape
 
 
 def real(function: Any, *arguments: Any) -> Any:
@@ -280,23 +97,28 @@ def trace(config: RunConfig, world_size: int) -> Step:
         config = config.model_copy(update={"train": config.train.model_copy(update={"precision": "bf16"})})
     settings = quiet(config, processes=world_size)
     task = create_task(config.task)
-    datasets = datasets_of(task, config)
+    datasets = limited(datasets_of(task, config), config)
     order = order_of(task, config, datasets["train"])
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     ledger = Ledger(only_fake=True, optimizes_on_host=config.strategy.offload)
     if config.strategy.offload:
-        _copy_offloaded()
+        gpu_rules.copy_offloaded()
     gpu_rules.install_compile(ledger)
-    runtime = FakeRuntime(fake)
+    runtime, shapes, notes, books = FakeRuntime(fake), set[Shape](), list[str](), ledger.books
     with world(world_size) as group, new_run(runtime, group, settings) as run:
         try:
             with fake, ledger:
                 set_up(run, task, config, LONG)
                 gpu_rules.install_masks(ledger)
-                event, operation, collective = _steps(run, task, config, datasets["train"], order, ledger)
+                event, operation, collective = _steps(run, task, config, datasets["train"], order, ledger, shapes)
+                ended, exchanged = len(books.operations), len(books.collectives)
+                notes += _validate(run, task, config, datasets, ledger)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise NotTraced(f"the step has a shape or a branch that depends on values: {error}") from None
-        books = ledger.books
+        del books.operations[ended:], books.collectives[exchanged:]  # of validation
+        parts = (config.train.exact or run.dp_size) * config.train.accumulate
+        rows = -(-config.train.batch_size // parts)
+        notes += _unlike(task, config, datasets["train"], order, shapes, rows)
         peak, timeline = replay(books, event)
         before = [(name, 0) for name, at in books.phases if at <= event][-1:]
         rules = {**shard_rules(task.shard_rules()), **config.strategy.shard}
@@ -328,10 +150,13 @@ def trace(config: RunConfig, world_size: int) -> Step:
             mesh=dict(resolve_meshes(strategy, world_size)[MAIN]) if strategy.has_mesh else {DATA_AXIS: world_size},
             axes=sorted(ruled - set(BATCH_AXES)),
             host_bytes=max(itertools.accumulate(on_host), default=0),  # without temporaries of its optimizer
+            notes=notes,
         )
 
 
-def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger: Ledger) -> tuple[int, int, int]:
+def _steps(
+    run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger: Ledger, shapes: set[Shape]
+) -> tuple[int, int, int]:
     """Runs two steps and returns where events, operations and collectives of the second begin."""
     parameters = [each for module in run.modules.values() for each in module.parameters()]
     away = config.strategy.offload
@@ -348,28 +173,109 @@ def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger
     strategy = run._engine.strategy
     if isinstance(strategy, FakeDdp):
         ledger.name(strategy.buckets, "gradients" if strategy.has_views else "communication")
-    limits, step, done, books = config.train, step_of(task), 0, ledger.books
+    began = (0, 0, 0)
+
+    def seen(batch: Any) -> None:
+        ledger.name(_tensors(batch), "batch")
+        shapes.add(_shape(batch))
+
+    def between() -> None:
+        nonlocal began
+        ledger.name((local_part(each) for each in _states(run)), "optimizer", away)
+        began = len(ledger.books.events), len(ledger.books.operations), len(ledger.books.collectives)
+
+    two_steps(run, task, config, data, order, between, seen)
+    return began
+
+
+def two_steps(
+    run: Run, task: Any, config: RunConfig, data: Any, order: Any, between: Callable[[], None],
+    seen: Callable[[Any], None] = lambda batch: None,
+) -> None:  # fmt: skip
+    """Runs two steps: the first creates the optimizer's state, the second is planned. `seen` gets every batch."""
+    limits, step, done, size = config.train, step_of(task), 0, batch_of(run, config, order)
+    data, order = with_longest(task, config, data, order, size)
     # The rest of an epoch is a smaller step, and a short epoch would have it for the second.
-    whole = config.data.drop_last or (order is not None and order.length >= limits.batch_size)
+    whole = config.data.drop_last or (order is not None and order.length >= size)
     for _ in run.epochs(None):
         batches = run.batches(
-            data, limits.batch_size, order=order, drop_last=whole, accumulate=limits.accumulate,
+            data, size, order=order, drop_last=whole, accumulate=limits.accumulate,
             collate=getattr(task, "collate", None),
         )  # fmt: skip
-        began = len(books.events), len(books.operations), len(books.collectives)
         while (batch := real(next, batches, None)) is not None:
-            ledger.name(_tensors(batch), "batch")
+            seen(batch)
             complete = step(run, task, batch)
             gc.collect()  # of fake tensors cycles are left, which no device would see
             del batch
-            if not complete:
-                continue
-            done += 1
+            done += complete
             if done == 2:
-                return began
-            ledger.name((local_part(each) for each in _states(run)), "optimizer", away)
-            began = len(books.events), len(books.operations), len(books.collectives)
+                return
+            if complete:
+                between()
     raise AssertionError("an endless number of epochs has ended")
+
+
+def batch_of(run: Run, config: RunConfig, order: Any) -> int:
+    """Returns the size of the batch to plan, which all ranks have equal parts of: rank 0 would have the smallest."""
+    size, parts = config.train.batch_size, config.train.exact or run.dp_size
+    even = -(-size // parts) * parts
+    return even if order is None or order.length >= even else size
+
+
+def with_longest(task: Any, config: RunConfig, data: Any, order: Any, size: int) -> tuple[Any, Any]:
+    """Returns data and an order in which every other example of a batch is the longest, and the others the shortest: a
+    batch of it is padded as the largest are. Returns what it is given if nobody says how long examples are."""
+    values = {"lengths": value_of(task, "lengths")} if defines(task, "lengths") else {}
+    file = config.data.order.lengths if config.data.order is not None else None
+    try:
+        lengths = numbers(of_every_example("lengths", file, values, data), len(data), "lengths")
+    except (ConfigError, TypeError):  # they are not known; a stream has no length
+        return data, order
+    places = np.where(np.arange(order.length) % size % 2, lengths.argmin(), lengths.argmax())
+    return Subset(data, places.tolist()), Sequential(order.length)
+
+
+def _unlike(task: Any, config: RunConfig, data: Any, order: Any, planned: set[Shape], rows: int) -> list[str]:
+    """Says it where batches differ in shape from those that were planned."""
+    fetch, largest = BatchFetcher(data, getattr(task, "collate", None)), max(planned, key=math.prod)
+    count = 0 if order is None else min(_LOOKED_AT, order.length // rows)
+    seen = {_shape(fetch(order.at(0, np.arange(n * rows, (n + 1) * rows)))) for n in range(count)} | planned
+    if len(seen) == 1:
+        return []
+    text, *others = (" x ".join(map(str, each)) for each in (largest, *sorted(seen - {largest})))
+    is_longest = with_longest(task, config, data, order, 1)[0] is not data
+    hint = "with the longest example" if is_longest else "lengths() in the task would have the longest planned"
+    return [f"batches differ in shape ({', '.join(others)}): planned is {text}; {hint}"]
+
+
+def _validate(run: Run, task: Any, config: RunConfig, datasets: Datasets, ledger: Ledger) -> list[str]:
+    """Measures a batch of each set: with averages of the weights, where they are measured. Says what it cannot."""
+    engine, size = run._engine, config.evaluation_batch_size
+    alone = config.validation.on == "rank0" and not engine.strategy.measures_together
+    size = size if alone else -(-size // run.dp_size) * run.dp_size
+    collate = getattr(task, "collate", None)
+    averages = [each for each in engine.models.averages if each.settings.measured]
+
+    def fetched(data: Any) -> Any:
+        if is_stream(data):
+            batches = engine.feed.streams.evaluating(data, size, collate, alone).micro_batches()
+            return engine.strategy.move(next(iter(batches))[1])
+        data, _ = with_longest(task, config, data, Sequential(len(data)), size)
+        _, batch = engine.feed.loaders.for_evaluation(data, size, collate, alone=alone).first()
+        return engine.strategy.move(batch)
+
+    began = len(ledger.books.events)
+    try:
+        with ledger.validation(), torch.no_grad(), evaluating(run.modules.values()), in_place(averages):
+            for data in (each for name, each in datasets.items() if name != "train"):
+                batch = real(fetched, data)
+                ledger.name(_tensors(batch), "batch")
+                TaskMeasure(run, task)(batch)
+                gc.collect()
+    except Exception as error:  # of the user's code, which may read values here
+        del ledger.books.events[began:]
+        return [f"validation is not planned: {(str(error).strip() or type(error).__name__).splitlines()[0]}"]
+    return []
 
 
 def _axes(run: Run, world_size: int) -> dict[str, plan.Axis]:
@@ -404,21 +310,13 @@ def _states(run: Run) -> list[torch.Tensor]:
     ]
 
 
+def _shape(batch: Any) -> Shape:
+    """Returns the shape of the largest tensor of a batch."""
+    return max((tuple(each.shape) for each in _tensors(batch)), key=math.prod, default=())
+
+
 def _tensors(batch: Any) -> list[torch.Tensor]:
     return [each for each in torch.utils._pytree.tree_leaves(batch) if isinstance(each, torch.Tensor)]
-
-
-def _copy_offloaded() -> None:
-    """Makes `strategy.offload` copy on fake tensors, whose device is the host to torch.
-
-    This cannot be undone.
-    """
-    of_the_host: Any = FSDPParam.all_gather_inputs
-
-    def copied(parameter: FSDPParam) -> list[Tensor]:
-        return [each.clone() for each in of_the_host.fget(parameter)]
-
-    FSDPParam.all_gather_inputs = property(copied)  # type: ignore[assignment]
 
 
 def main(config: str, world_size: str, out: str, *overrides: str) -> int:

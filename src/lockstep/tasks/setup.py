@@ -182,7 +182,7 @@ def order_of(task: Task, config: RunConfig, dataset: Dataset[Any]) -> Order | No
             )
         asked = Ordering(type="sequential" if not config.data.shuffle else "own" if own else "shuffled")
     needs = {"weighted": "weights", "buckets": "lengths"}.get(asked.type)
-    values = {needs: _value(task, needs)} if needs and defines(task, needs) else {}
+    values = {needs: value_of(task, needs)} if needs and defines(task, needs) else {}
     if asked.type == "own" and defines(task, "order"):
         values = {"order": task.order, "repeats": getattr(task, "order_repeats", False)}
     said_by = f"task: {type(task).__name__}.order"
@@ -212,7 +212,7 @@ def ramps_of(task: Task, config: RunConfig, dataset: Dataset[Any], order: Order 
     )  # fmt: skip
     if wrong is not None:
         raise ConfigError(wrong)
-    tokens: Any = _value(task, "tokens_per_example") if counts else None
+    tokens: Any = value_of(task, "tokens_per_example") if counts else None
     if counts and order is not None and not isinstance(tokens, int):
         tokens = np.asarray(of_every_example("tokens_per_example", None, {"tokens_per_example": tokens}, dataset))
     if counts and (
@@ -228,6 +228,6 @@ def ramps_of(task: Task, config: RunConfig, dataset: Dataset[Any], order: Order 
     return Ramps(batch, sequence, tokens)
 
 
-def _value(task: Task, name: str) -> Any:
+def value_of(task: Task, name: str) -> Any:
     found = getattr(task, name)
     return found() if callable(found) else found

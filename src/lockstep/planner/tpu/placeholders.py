@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from lockstep import strategy as strategies
 from lockstep.config.load import check_strategy
-from lockstep.config.schema import RunConfig, RunSettings
+from lockstep.config.schema import RunSettings
 from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.distributed.group import Group
 from lockstep.engine.run import Run
 from lockstep.planner.ledger import NotTraced
-from lockstep.planner.step import FakeGroup
 from lockstep.planner.tpu.trace import REPLICATED, words
+from lockstep.planner.world import FakeGroup
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.moving import map_tensors
 from lockstep.runtime.xla import XlaRuntime
@@ -28,7 +28,6 @@ from lockstep.strategy.parameters import Parameters
 from lockstep.strategy.single import SingleStrategy
 from lockstep.strategy.spmd import SpmdStrategy
 from lockstep.strategy.xla_ddp import XlaDdpStrategy
-from lockstep.tasks.loop import step_of
 
 
 @dataclass
@@ -280,22 +279,3 @@ class State:
     def changed(self) -> list[tuple[Tensor, int]]:
         """Returns what the step has written to, with the number of its placeholder."""
         return [(tensor.detach(), number) for tensor, version, number in self._held if tensor._version != version]
-
-
-def steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, state: State) -> None:
-    """Runs two steps: the first creates the optimizer's state, the second is planned."""
-    limits, step, done = config.train, step_of(task), 0
-    for _ in run.epochs(None):
-        batches = run.batches(
-            data, limits.batch_size, order=order, drop_last=config.data.drop_last, accumulate=limits.accumulate,
-            collate=getattr(task, "collate", None),
-        )  # fmt: skip
-        for batch in batches:
-            complete = step(run, task, batch)
-            if not complete:
-                continue
-            done += 1
-            if done == 2:
-                return
-            state.renew()
-    raise AssertionError("an endless number of epochs has ended")

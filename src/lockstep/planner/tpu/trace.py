@@ -73,7 +73,7 @@ def trace(config: RunConfig, target: Accelerator) -> tuple[Traced, bytes]:
     began = time.monotonic()
     import torch_xla
 
-    from lockstep.planner.step import LONG, new_run, optimizer_bytes, quiet, weights_bytes
+    from lockstep.planner.step import LONG, new_run, optimizer_bytes, quiet, two_steps, weights_bytes
     from lockstep.planner.tpu import placeholders
     from lockstep.tasks.create import create_task
     from lockstep.tasks.setup import order_of, set_up
@@ -91,7 +91,7 @@ def trace(config: RunConfig, target: Accelerator) -> tuple[Traced, bytes]:
         set_up(run, task, settings, LONG)
         state = placeholders.State(run, register)
         runtime.at_end_of_program = state.renew_gradients
-        placeholders.steps(run, task, config, datasets["train"], order, state)
+        two_steps(run, task, config, datasets["train"], order, state.renew)
         results = state.changed()
         numbers, _ = torch_xla._XLAC._get_tensors_xla_device_data_node([each for each, _ in results])
         program: bytes = torch_xla._XLAC._get_xla_tensors_hlo_proto([each for each, _ in results])
