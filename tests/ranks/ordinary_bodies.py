@@ -30,7 +30,7 @@ def in_plain_torch() -> Iterator[list[Tensor]]:
 
 
 def weights_of(model: nn.Module) -> Weights:
-    return {name: put_together(each).flatten().tolist() for name, each in model.state_dict().items()}
+    return {name: put_together(each).flatten().double().tolist() for name, each in model.state_dict().items()}
 
 
 def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -169,8 +169,22 @@ def plain_norms() -> Weights:
 # A teacher that nobody trains
 
 
+class Odd(nn.Module):
+    """Frozen weights and buffers of which backends, norms and layouts know little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = nn.Parameter(torch.full((2, 2), -torch.inf).triu(1))
+        self.short = nn.Parameter(torch.arange(4.0).to(torch.float8_e4m3fn), requires_grad=False)
+        self.register_buffer("number", torch.arange(4, dtype=torch.int16))
+        self.register_buffer("seen", torch.rand(1, 1).expand(64, 4096), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + 0 * self.seen[0, 0]  # type: ignore[no-any-return]
+
+
 def student_and_teacher() -> tuple[nn.Module, nn.Module]:
-    student, teacher = seeded(mlp)(), mlp()
+    student, teacher = seeded(mlp)(), nn.Sequential(mlp(), Odd())
     return student, teacher.requires_grad_(False)
 
 

@@ -64,5 +64,5 @@ class Devices:
         """Gives every rank rank 0's parameters and buffers, so that replicas start equal."""
         if self._group.world_size == 1:
             return
-        with self._group.activity.within("broadcasting the parameters", waits=True), torch.no_grad():
+        with self._group.activity.within("broadcasting the parameters", waits=True):
             self._runtime.broadcast([*model.parameters(), *model.buffers()])

@@ -21,7 +21,7 @@ from lockstep.strategy.parameters import (
     gradients_of,
     move_state,
     multiply_gradients,
-    named_parameters,
+    on_host,
     values_of,
 )
 from lockstep.strategy.placing import Initialise, Parallelize, initialise
@@ -211,11 +211,13 @@ class Strategy(abc.ABC):
 
     def parameters_to_check(self, modules: Modules) -> dict[str, Tensor]:
         """Returns the parameters by name, as they can be read without compiling a program for it."""
-        return named_parameters(modules)
+        return on_host(modules, self.runtime.fetch)
 
     def holders(self, modules: Modules) -> dict[str, tuple[int, ...]] | None:
         """Returns for each parameter the ranks that must have the same of it; None: all ranks, of all parameters."""
         return None
 
-    def equalize_buffers(self, modules: Modules) -> None:  # noqa: B027
+    def equalize_buffers(self, modules: Modules) -> None:
         """Gives every rank rank 0's buffers (running statistics), before they are evaluated or saved."""
+        if self.has_replicas:
+            self.runtime.broadcast([buffer for module in modules.values() for buffer in module.buffers()])

@@ -20,6 +20,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import ConfigError
+from lockstep.runtime.base import meeting_place
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +168,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, dp_rank: int, is_leader: bool, copies: int) -> Tensor:
-        device = _meeting_place(mine)
+        device = meeting_place(mine.device)
         about = _exchanged(torch.tensor([dp_rank, len(mine), int(is_leader)], device=device)).tolist()
         longest = max(length for _, length, _ in about)
         padded = torch.zeros((longest, *mine.shape[1:]), dtype=mine.dtype, device=device)
@@ -181,7 +182,9 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        total = gradient.to(_meeting_place(gradient), torch.promote_types(gradient.dtype, torch.float32), copy=True)
+        total = gradient.to(
+            meeting_place(gradient.device), torch.promote_types(gradient.dtype, torch.float32), copy=True
+        )
         dist.all_reduce(total)
         return (total[ctx.mine] / ctx.copies).to(gradient.device, gradient.dtype), None, None, None
 
@@ -191,11 +194,6 @@ def _exchanged(mine: Tensor) -> Tensor:
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(found, mine)
     return torch.stack(found)
-
-
-def _meeting_place(tensor: Tensor) -> torch.device:
-    """Returns where ranks exchange a tensor: gloo does so in host memory alone."""
-    return torch.device("cpu") if dist.get_backend() == "gloo" else tensor.device
 
 
 def cannot_gather(strategy: str) -> ConfigError:

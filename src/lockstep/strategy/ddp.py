@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -23,7 +24,7 @@ from lockstep.strategy import collectives
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.collectives import synchronise
 from lockstep.strategy.optimizer_step import meets, step_parts
-from lockstep.strategy.parameters import Modules, gradients_of
+from lockstep.strategy.parameters import gradients_of
 
 logger = logging.getLogger(__name__)
 
@@ -194,9 +195,11 @@ class DdpStrategy(Strategy):
 
     def place(self, model: nn.Module) -> nn.Module:
         model = model.to(self.runtime.device)  # first, since DDP looks at where the parameters are
+        tensors = [*model.parameters(), *model.buffers()]
+        if tensors:
+            _verify_param_shape_across_processes(dist.group.WORLD, tensors)
+        self.runtime.broadcast(tensors)
         if not any(each.requires_grad for each in model.parameters()):  # nothing to exchange, and DDP refuses it
-            with torch.no_grad():
-                self.runtime.broadcast([*model.parameters(), *model.buffers()])
             return model
         settings = self._settings
         # A static graph finds what is unused by itself, in its first step.
@@ -206,6 +209,7 @@ class DdpStrategy(Strategy):
             model,
             device_ids=[self.runtime.device.index] if on_gpu else None,
             output_device=settings.output_device if on_gpu else None,
+            init_sync=False,
             find_unused_parameters=finds_unused,
             bucket_cap_mb=settings.bucket_mb,
             gradient_as_bucket_view=settings.has_bucket_views(on_gpu),
@@ -274,11 +278,6 @@ class DdpStrategy(Strategy):
         total = super().total_count(counts)
         dist.all_reduce(total)
         return total
-
-    def equalize_buffers(self, modules: Modules) -> None:
-        for module in modules.values():
-            for buffer in module.buffers():
-                dist.broadcast(buffer, src=0)
 
 
 def _versions(module: nn.Module) -> list[tuple[Tensor | None, int]]:

@@ -412,12 +412,6 @@ class ShardedStrategy(Strategy):
         found = {name: slice_of(each) for name, each in named_parameters(modules).items()}
         return {name: everyone if each is None else each.holders for name, each in found.items()}
 
-    def equalize_buffers(self, modules: Modules) -> None:
-        if self.world_size > 1:
-            for module in modules.values():
-                for buffer in module.buffers():
-                    dist.broadcast(buffer, src=0)
-
 
 def _parameters_of_torch(model: FSDPModule) -> Iterator[Any]:
     """Yields what fully_shard keeps of each parameter: only there are gradients that are not exchanged yet."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.strategy.base import Strategy
-from lockstep.strategy.parameters import Modules, on_host, to_device
+from lockstep.strategy.parameters import to_device
 
 
 class SingleStrategy(Strategy):
@@ -13,6 +13,3 @@ class SingleStrategy(Strategy):
 
     def place(self, model: nn.Module) -> nn.Module:
         return to_device(model, self.runtime.device)
-
-    def parameters_to_check(self, modules: Modules) -> dict[str, Tensor]:
-        return on_host(modules, self.runtime.fetch)

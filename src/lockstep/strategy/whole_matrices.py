@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError
+from lockstep.runtime.base import in_buckets, meeting_place
 from lockstep.strategy.combined import parts_of
 from lockstep.strategy.slices import Box, boxes_of, local_part
 
@@ -150,13 +151,14 @@ class Matrices:
     """
 
     def __init__(self, parameters: Sequence[Tensor], dtype: torch.dtype, round_bytes: float) -> None:
-        self._dtype, self._round_bytes = dtype, round_bytes
+        self._dtype = dtype
         several = dist.is_initialized() and dist.get_world_size() > 1
         self.rank, self._size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
         self._shapes = [tuple(each.shape) for each in parameters]
         self._boxes = [boxes_of(each, self._size) for each in parameters]
         self.owners = self._assign()
-        self.rounds = list(self._cut())
+        # The numbers of the matrices that are exchanged at once, so that memory stays small.
+        self.rounds = in_buckets(self._by_cost(), self._most_received, round_bytes)
 
     def _assign(self) -> list[int]:
         """Gives the most costly matrix that is left to the rank with the least to do."""
@@ -172,18 +174,8 @@ class Matrices:
     def _cost(self, number: int) -> float:
         return float(math.prod(self._shapes[number]) * min(self._shapes[number], default=1))
 
-    def _cut(self) -> Iterator[list[int]]:
-        """Yields the numbers of the matrices that are exchanged at once, so that memory stays small."""
-        begun, size = list[int](), 0
-        for number in self._by_cost():
-            received = self._dtype.itemsize * max(math.prod(length) for _, length in self._boxes[number])
-            if begun and size + received > self._round_bytes:
-                yield begun
-                begun, size = [], 0
-            begun.append(number)
-            size += received
-        if begun:
-            yield begun
+    def _most_received(self, number: int) -> int:
+        return self._dtype.itemsize * max(math.prod(length) for _, length in self._boxes[number])
 
     def _senders(self, number: int) -> list[int]:
         """Returns the ranks whose parts make the whole matrix: of those with the same part one, its owner if it can."""
@@ -234,7 +226,7 @@ class Matrices:
 
         sent = [each for each in routes if each[0] == self.rank and size(*each)]
         received = [each for each in routes if each[1] == self.rank and size(*each)]
-        device = torch.device("cpu") if dist.get_backend() == "gloo" else torch.device("cuda")
+        device = meeting_place(torch.device("cuda"))
         flat = [leaving[(target if to_each else source, number)].reshape(-1) for source, target, number in sent]
         out = (torch.cat(flat) if flat else torch.empty(0, dtype=self._dtype)).to(device).view(torch.uint8)
         into = torch.empty(sum(size(*each) for each in received), dtype=torch.uint8, device=device)
