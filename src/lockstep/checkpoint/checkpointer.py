@@ -93,15 +93,15 @@ class Checkpointer:
                 return
         self._group.activity.enter("saving")
         self.equalize_buffers()
-        message: dict[str, Any] = {"generators": generator_states(self._runtime), "moved": self._weights.moved()}
-        message["attached"] = self.registered.digests()
+        generators = {**generator_states(self._runtime), "place": list(self._strategy.place_of_generators)}
+        message = {"generators": generators, "moved": self._weights.moved(), "attached": self.registered.digests()}
         states = self.compared(message, "generator states", step)
         self._weights.note_moved(name for each in states for name in each["moved"])
         attached = self.registered.states([each["attached"] for each in states])
         if self._group.rank == 0 or self._strategy.gathers_state or self._by_owners:
             weights, models = self._weights.state()
-            generators = [each["generators"] for each in states]
-            whole = {**position, **models, **state, "attached": attached, "generators": generators}
+            whole = {**position, **models, **state, "attached": attached}
+            whole["generators"] = [each["generators"] for each in states]
             if self._group.rank == 0 or isinstance(self._writer, ShardedWriter):
                 about = {**about, "value": value, "metrics": dict(metrics or {})}
                 self._writer.save(step, weights, whole, about)
@@ -126,11 +126,8 @@ class Checkpointer:
             state["cursors"] = read_like(state["cursors"], None)  # streams may have tensors in their state
         finally:
             loaded.close()
-        states = state["generators"]
-        if self._strategy.leaves:  # between two steps all ranks have the same
-            states = states[:1] * self._group.world_size
-        anew = (self._seed + loaded.step, self._strategy.dp_rank)
-        restore_generators(self._runtime, states, self._group.rank, self._group.world_size, anew)
+        place, places = self._strategy.place_of_generators, 1 if self._strategy.leaves else self._strategy.dp_size
+        restore_generators(self._runtime, state["generators"], place, places, self._seed + loaded.step)
         self.last = Last(loaded.step, about.get("value"), about.get("metrics") or {})
         logger.info("restored %s (epoch %d)", path.name, about.get("epoch", 0))
         if other := other_versions(about):

@@ -239,13 +239,15 @@ def set_generator_states(runtime: Runtime, states: dict[str, Any]) -> None:
 
 
 def restore_generators(
-    runtime: Runtime, states: Sequence[Mapping[str, Any]], rank: int, world_size: int, anew: Sequence[int]
+    runtime: Runtime, states: Sequence[Mapping[str, Any]], place: Sequence[int], places: int, seed: int
 ) -> None:
-    """Restores the generators of a rank. On another number of ranks it gets new streams, from a seed and a place."""
-    if len(states) == world_size:
-        set_generator_states(runtime, dict(states[rank]))
+    """Restores the generators of a rank, by its place among those that draw differently. Where there were others, all
+    ranks get new ones, from a seed and the place."""
+    by_place = {tuple(each["place"]): each for each in states}
+    if len(by_place) == places and tuple(place) in by_place:
+        set_generator_states(runtime, dict(by_place[tuple(place)]))
     else:
-        seed_generators(runtime, *anew)
+        seed_generators(runtime, seed, *place)
 
 
 def _text(data: bytes) -> str:

@@ -59,6 +59,11 @@ class Strategy(abc.ABC):
     # Where things are
 
     @property
+    def place_of_generators(self) -> tuple[int, ...]:
+        """What the random numbers of a rank depend on beside the seed: dropout draws others for each slice."""
+        return () if self.leaves else (self.dp_rank,)
+
+    @property
     def meshes(self) -> Mapping[str, Any]:
         """The device meshes, by name."""
         return {}
