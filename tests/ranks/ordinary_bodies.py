@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 from lockstep import Run, Task
+from lockstep.errors import ConfigError
 
 WIDTH, BATCH = 6, 9  # the last of three batches has 6 examples, and two ranks never have equal shares
 
@@ -103,17 +104,21 @@ def penalised(model: nn.Module, inputs: Tensor) -> Tensor:
     return model(inputs).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
 
 
-def penalty(run: Run) -> Weights:
-    model = run._engine.strategy.build(seeded(mlp))
-    model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), name="penalty")
-    for inputs, _ in run.batches(examples(), BATCH, shuffle=False, name="penalty"):
+def critic() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def penalty(run: Run, make: Callable[[], nn.Module] = mlp) -> Weights:
+    model, name = run._engine.strategy.build(seeded(make)), f"penalty of {make.__name__}"
+    model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), name=name)
+    for inputs, _ in run.batches(examples(), BATCH, shuffle=False, name=name):
         run.backward(penalised(model, inputs))
         run.step(optimizer)
-    return weights_of(run.modules["penalty"])
+    return weights_of(run.modules[name])
 
 
-def plain_penalty() -> Weights:
-    model = seeded(mlp)()
+def plain_penalty(make: Callable[[], nn.Module] = mlp) -> Weights:
+    model = seeded(make)()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for inputs, _ in in_plain_torch():
         optimizer.zero_grad()
@@ -324,8 +329,23 @@ def collective(run: Run) -> float:
     return float(total) / run.world_size
 
 
+def gathered(run: Run) -> str:
+    """Of tensors that differ between ranks in more than their length."""
+    try:
+        return str(list(run.all_gather(torch.ones(2, 3 + run.rank)).shape))
+    except ConfigError as error:
+        return str(error)
+
+
+def dtype_of_norm(run: Run) -> str:
+    model = run.setup(nn.BatchNorm1d(2), name="norm alone")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return str(model(torch.ones(4, 2, dtype=torch.bfloat16)).dtype)
+
+
 LOOPS: dict[str, tuple[Callable[[Run], Weights], Callable[[], Weights]]] = {
     "penalty": (penalty, plain_penalty),
+    "penalty of norms": (lambda run: penalty(run, critic), lambda: plain_penalty(critic)),
     "norms": (norms, plain_norms),
     "distil": (distil, plain_distil),
     "passes": (passes, plain_passes),
@@ -345,6 +365,7 @@ def loops(strategy: str) -> dict[str, tuple[Callable[[Run], Weights], Callable[[
 
 def all_loops(run: Run) -> dict[str, Any]:
     found: dict[str, Any] = {"hooks": hooks_at_setup(run), "collective": collective(run)}
+    found |= {"gathered": gathered(run), "dtype of norm": dtype_of_norm(run)}
     for name, (loop, _) in loops(run.devices.strategy).items():
         found[name] = loop(run)
     run.checkpoint()  # of every kind of model and optimizer above

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -197,7 +198,7 @@ class DdpStrategy(Strategy):
         model = model.to(self.runtime.device)  # first, since DDP looks at where the parameters are
         tensors = [*model.parameters(), *model.buffers()]
         if tensors:
-            _verify_param_shape_across_processes(dist.group.WORLD, tensors)
+            _verify_param_shape_across_processes(_get_default_group(), tensors)
         self.runtime.broadcast(tensors)
         if not any(each.requires_grad for each in model.parameters()):  # nothing to exchange, and DDP refuses it
             return model
