@@ -310,13 +310,16 @@ def plain_closure(make: Callable[[Any], torch.optim.Optimizer], clip_norm: float
 # An optimizer that steps in the backward pass
 
 
-def hooks_at_setup(run: Run) -> int:
+def hooks_at_setup(run: Run) -> int | str:
     model, fired = mlp(), []
     for parameter in model.parameters():
         if run.devices.strategy != "fsdp":  # which refuses them
             parameter.register_hook(lambda gradient: fired.append(1))
         parameter.register_post_accumulate_grad_hook(lambda parameter: fired.append(1))
-    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), name="hooks")
+    try:
+        run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), name="hooks")
+    except ConfigError as error:
+        return str(error)
     return len(fired)
 
 

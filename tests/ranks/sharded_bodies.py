@@ -197,6 +197,24 @@ def made_without_memory(run: lockstep.Run) -> dict[str, Any]:
     return {"first": first, "weights": {name: whole(each) for name, each in run.module.named_parameters()}}
 
 
+class Swish(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.beta * x)
+
+
+def between(run: lockstep.Run) -> None:
+    """A scalar, of which each rank gets the gradient of its features."""
+    model = run._engine.strategy.build(lambda: nn.Sequential(nn.Linear(4, 8), Swish(), nn.Linear(8, 2)))
+    model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for (x,) in run.batches(torch.utils.data.TensorDataset(torch.randn(8, 4)), 8):
+        run.backward(model(x).square().mean())
+        run.step(optimizer)
+
+
 def refused(run: lockstep.Run, what: str) -> None:
     """Something that cannot be split over a mesh."""
     model: nn.Module = Language()

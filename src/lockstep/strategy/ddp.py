@@ -183,6 +183,7 @@ class DdpStrategy(Strategy):
         self.has_replicas, self._replicas_averaged = True, world_size
         self._settings = settings
         self._replicas: list[Replica] = []
+        self._frozen: list[nn.Module] = []  # at first: they may be trained later, and torch averages nothing of them
         self._user_hook: Hook | None = None
 
     def use_comm_hook(self, hook: Any) -> None:
@@ -201,6 +202,7 @@ class DdpStrategy(Strategy):
             _verify_param_shape_across_processes(_get_default_group(), tensors)
         self.runtime.broadcast(tensors)
         if not any(each.requires_grad for each in model.parameters()):  # nothing to exchange, and DDP refuses it
+            self._frozen.append(model)
             return model
         settings = self._settings
         # A static graph finds what is unused by itself, in its first step.
@@ -263,6 +265,9 @@ class DdpStrategy(Strategy):
         super().computed(last)
         for replica in self._replicas:
             replica.computed(last)
+        for model in self._frozen if last else ():
+            if any(each.requires_grad for each in model.parameters()):
+                _average(list(model.parameters()))
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         if closure is None and meets(optimizer):

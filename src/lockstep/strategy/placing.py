@@ -133,6 +133,11 @@ def owned_by(model: nn.Module, taken: Iterable[nn.Parameter] = ()) -> dict[int, 
             "split by itself: they would train two copies. Give run.setup one module that contains both, or use "
             "strategy: ddp"
         )
+    if hooked := [each.names[0] for each in found.values() if each.before._post_accumulate_grad_hooks]:
+        raise ConfigError(
+            f"run.setup: {', '.join(hooked[:6])} has a hook (register_post_accumulate_grad_hook), which would be lost: "
+            "the model is split into new parameters. Register it after run.setup"
+        )
     return found
 
 
