@@ -1,7 +1,8 @@
 """Context parallel: ranks along the axis `context` each compute a part of every sequence.
 
 Blocks see a part of it; what is outside of them sees all of it, on every one of these ranks. Attention within a block
-gathers keys and values. Everything else must work on each position by itself, which is tried before the first step.
+gathers keys and values. Everything else must work on each position by itself, which is tried before a block of each
+kind is computed for the first time.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
@@ -29,7 +31,7 @@ from lockstep.strategy.blocks import Forward, wrap_forward
 from lockstep.strategy.slices import local_part
 
 _AXIS = "strategy.mesh: context"
-# How far the outputs of the first block may be apart, relative to the largest: rounding.
+# How far the outputs of a block may be apart, relative to the largest: rounding.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _TOLERANCE_OF_HALF = 5e-2
 _CONTIGUOUS = torch.contiguous_format
@@ -61,7 +63,8 @@ class Context:
         self.number = next(_numbers)
         CONTEXTS[self.number] = self
         self.length = 0  # of a whole sequence
-        self.tried: set[bool] = set()  # in training, in evaluation: dropout shows in training alone
+        self._kinds = {id(block): _kind_of(block, number) for number, block in enumerate(blocks.values())}
+        self._tried: set[tuple[str, bool]] = set()
         self.attends = False
 
     def name_of(self, module: nn.Module) -> str:
@@ -72,6 +75,12 @@ class Context:
 
     def is_last(self, module: nn.Module) -> bool:
         return id(module) == self._last
+
+    def is_untried(self, module: nn.Module) -> bool:
+        """Whether no block of this kind was tried in training, or in evaluation: dropout shows in training alone."""
+        before = len(self._tried)
+        self._tried.add((self._kinds[id(module)], module.training))
+        return len(self._tried) > before
 
     def begin(self, whole: Tensor) -> None:
         self.length = whole.size(1)
@@ -104,6 +113,16 @@ class Context:
         return tensor
 
 
+def _kind_of(block: nn.Module, number: int) -> str:
+    """Returns the layers and settings of a block as text; without numbers that count blocks, which tell nothing."""
+    settings = [
+        (name, key, value) for name, part in block.named_modules() for key, value in sorted(vars(part).items())
+        if isinstance(value, (bool, int, float, str)) and key != "training"
+        and not (type(value) is int and value in (number, number + 1))
+    ]  # fmt: skip
+    return f"{block!r} {settings}"
+
+
 # Gradients are averaged over all ranks afterwards, as those of ranks with other rows are. So within blocks they are so
 # many times as large as there are ranks along the axis: the sum over parts of the sequence is what the mean returns.
 
@@ -117,6 +136,7 @@ class _Part(torch.autograd.Function):
         return context.part_of(whole, 1).contiguous()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return ctx.context.gather(gradient, 1) / ctx.context.size, None
 
@@ -130,6 +150,7 @@ class _Whole(torch.autograd.Function):
         return context.gather(part, 1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return ctx.context.part_of(gradient, 1) * ctx.context.size, None
 
@@ -206,11 +227,13 @@ def _split(context: Context, forward: Forward) -> Forward:
     @functools.wraps(forward)
     def computed(module: nn.Module, hidden: Tensor, *inputs: Any, **named: Any) -> Any:
         named = {name: None if name.startswith("past_key_value") else each for name, each in named.items()}
-        if context.is_first(module):
+        is_first = context.is_first(module)
+        if is_first:
             context.begin(hidden)
-            if module.training not in context.tried and not isinstance(hidden, FakeTensor):
-                context.tried.add(module.training)
-                _try(context, forward, module, hidden, inputs, named)
+        if not isinstance(hidden, FakeTensor) and context.is_untried(module):
+            whole = hidden.detach() if is_first else context.gather(hidden.detach(), 1)
+            _try(context, forward, module, whole, inputs, named)
+        if is_first:
             hidden = _Part.apply(hidden, context)  # type: ignore[no-untyped-call]
         output = _on_part(context, forward, module, hidden, inputs, named)
         return _first_of(output, lambda each: _Whole.apply(each, context)) if context.is_last(module) else output  # type: ignore[no-untyped-call]
