@@ -101,7 +101,7 @@ def whole_state(optimizer: Optimizer, group: Group) -> dict[str, Any]:
         return found
     device = next(iter(_parameters(optimizer))).device
     mine: list[Tensor] = []
-    told = _described({str(number): each for number, each in found["state"].items() if number in shared}, mine)
+    told = _described({number: each for number, each in found["state"].items() if number in shared}, mine)
     for rank, theirs in enumerate(group.gather(told, "the state of the optimizer")):
         waiting = iter(mine)
 
@@ -113,31 +113,29 @@ def whole_state(optimizer: Optimizer, group: Group) -> dict[str, Any]:
             return tensor if is_mine else sent
 
         with group.activity.within("the state of the optimizer", waits=True):
-            found["state"].update({int(number): each for number, each in _rebuilt(theirs, received).items()})
+            found["state"].update(_rebuilt(theirs, received))
     return found
 
 
 def _described(value: Any, tensors: list[Tensor]) -> Any:
     """Returns plain data in which each tensor is its shape and dtype, and collects the tensors."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-    if isinstance(value, dict):
-        return {"items": {key: _described(each, tensors) for key, each in value.items()}}
-    if isinstance(value, (list, tuple)):
-        return {"list": [_described(each, tensors) for each in value]}
+    match value:
+        case Tensor():
+            tensors.append(value)
+            return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+        case dict():
+            return {"dict": [_described(each, tensors) for each in value.items()]}
+        case list() | tuple():
+            return {"tuple" if isinstance(value, tuple) else "list": [_described(each, tensors) for each in value]}
     return {"value": value}
 
 
 def _rebuilt(told: Any, received: Callable[[list[int], str], Tensor]) -> Any:
-    match told:
-        case {"shape": shape, "dtype": dtype}:
-            return received(shape, dtype)
-        case {"items": items}:
-            return {key: _rebuilt(each, received) for key, each in items.items()}
-        case {"list": values}:
-            return [_rebuilt(each, received) for each in values]
-    return told["value"]
+    if "shape" in told:
+        return received(told["shape"], told["dtype"])
+    ((kind, value),) = told.items()
+    made = {"dict": dict, "tuple": tuple, "list": list}.get(kind)
+    return value if made is None else made(_rebuilt(each, received) for each in value)
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
