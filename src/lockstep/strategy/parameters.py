@@ -87,7 +87,8 @@ def multiply_gradients(parameters: Parameters, factor: Tensor) -> None:
         else:
             kinds.setdefault((gradient.dtype, gradient.device), []).append(gradient)
     for (dtype, device), gradients in kinds.items():  # all at once: a kernel for each would cost more
-        torch._foreach_mul_(gradients, factor.to(device, dtype))
+        # In float32 at least: rounded to bfloat16, one factor would make all of them too large or too small.
+        torch._foreach_mul_(gradients, factor.to(device, torch.promote_types(dtype, torch.float32)))
 
 
 def all_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
