@@ -25,7 +25,6 @@ from lockstep.strategy import collectives
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.collectives import synchronise
 from lockstep.strategy.optimizer_step import meets, step_parts
-from lockstep.strategy.parameters import gradients_of
 
 logger = logging.getLogger(__name__)
 
@@ -125,13 +124,9 @@ class Replica(DistributedDataParallel):
                 grad is not before or version != version_before
                 for (grad, version), (before, version_before) in zip(now, self._before, strict=True)
             )
-        if self._changed and last:
+        if last and (self._changed or (self._reached and not self._awaited)):
             _average(list(self.module.parameters()))
             self._changed = False
-        elif self._reached and last and not self._awaited:
-            for gradient in gradients_of(list(self.module.parameters())):
-                dist.all_reduce(gradient)
-                gradient /= dist.get_world_size()
         self.passes += self._reached
         self._awaited, self._reached = self._awaited and not self._reached, False
 

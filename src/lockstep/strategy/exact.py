@@ -25,7 +25,7 @@ from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime, meeting_place, seed_generators
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.leaves import LeafBuffers, LeafTree
-from lockstep.strategy.parameters import Parameters, to_device
+from lockstep.strategy.parameters import Parameters
 from lockstep.strategy.tree_exchange import Node, TreeExchange, add_over_ranks, buckets, flat_views
 
 _AFTER_LEAVES = -1  # takes the place of a leaf: between two steps all ranks draw the same
@@ -61,7 +61,7 @@ class ExactStrategy(Strategy):
         self._is_reduced = True  # whether an optimizer has stepped for the batch: all ranks know it alike
 
     def place(self, model: nn.Module) -> nn.Module:
-        model = to_device(model, self.runtime.device)
+        model = super().place(model)
         if self.world_size > 1:
             self.runtime.broadcast([*model.parameters(), *model.buffers()])
         self._buffers.add(model)

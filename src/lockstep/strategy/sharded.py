@@ -34,7 +34,7 @@ from lockstep.strategy import (
 )
 from lockstep.strategy import mesh as meshing
 from lockstep.strategy.base import Strategy
-from lockstep.strategy.blocks import find_blocks, without_views
+from lockstep.strategy.blocks import find_blocks, first_line, without_views
 from lockstep.strategy.collectives import synchronise
 from lockstep.strategy.fsdp import (
     BlockTracker,
@@ -148,7 +148,7 @@ class ShardedStrategy(Strategy):
             logger.warning(
                 "the model cannot be made on the meta device (%s: %s): this rank makes all of it, and drops what is "
                 "not its own. Keep what reads values (.item(), numpy) out of the model's constructor to save memory",
-                type(error).__name__, str(error).splitlines()[0] if str(error) else "",
+                type(error).__name__, first_line(error),
             )  # fmt: skip
             return make()
 
@@ -278,7 +278,7 @@ class ShardedStrategy(Strategy):
             if "DTensor" not in str(error) and "sharding" not in str(error).lower():
                 raise
             raise self._does_not_fit(
-                optimizer, f"torch cannot do its arithmetic on their parts ({_first(error)})"
+                optimizer, f"torch cannot do its arithmetic on their parts ({first_line(error)})"
             ) from None
 
     def _does_not_fit(self, optimizer: Optimizer, why: str) -> ConfigError:
@@ -431,10 +431,6 @@ def _parameters_of_torch(model: FSDPModule) -> Iterator[Any]:
         if isinstance(module, FSDPModule):
             for group in param_groups(module._get_fsdp_state()):
                 yield from group.fsdp_params
-
-
-def _first(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:200]
 
 
 def _refuse_sparse(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from lockstep.runtime.base import in_buckets
 from lockstep.runtime.xla import XlaRuntime
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.collectives import cannot_gather
-from lockstep.strategy.parameters import Parameters, gradients_of, to_device
+from lockstep.strategy.parameters import Parameters, gradients_of
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class XlaDdpStrategy(Strategy):
         return {"mesh": init_device_mesh("cpu", tuple(self._shape.values()), mesh_dim_names=tuple(self._shape))}
 
     def place(self, model: nn.Module) -> nn.Module:
-        model = to_device(model, self.runtime.device)
+        model = super().place(model)
         self.runtime.broadcast([*model.parameters(), *model.buffers()])
         if self._xla.spans_processes:
             logger.info("gradients are reduced in the graph, over %d processes", self.world_size)

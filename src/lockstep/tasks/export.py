@@ -31,7 +31,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.runtime.base import seed_generators
 from lockstep.runtime.cpu import CpuRuntime
 from lockstep.runtime.moving import map_tensors
-from lockstep.strategy.single import SingleStrategy
+from lockstep.strategy.base import Strategy
 from lockstep.tasks.create import create_task
 from lockstep.tasks.task import Task, defines
 from lockstep.tasks.trainer import datasets_of
@@ -179,7 +179,7 @@ def model_of(config: RunConfig, task: Task, folder: Path, step: int, averages: b
             f"task: model() returned {len(made)} models ({', '.join(made)}): only a single one can be exported as a "
             "program; --to safetensors writes the weights of all"
         )
-    group, strategy = Group(0, 1, timeout=0.0), SingleStrategy(runtime)
+    group, strategy = Group(0, 1, timeout=0.0), Strategy(runtime)
     strategy.fill(made, config.seed, task.init_weights if defines(task, "init_weights") else None)
     frozen = None
     if are_left_out(made, config.checkpoint.save):
