@@ -197,7 +197,7 @@ class Checkpointer:
 
     def _fetch(self, tensors: list[Tensor]) -> list[Tensor]:
         """On a mesh of one, a rank has the whole of sharded tensors, too."""
-        return self._strategy.fetch([each if (found := slice_of(each)) is None else found.tensor for each in tensors])
+        return self._runtime.fetch([each if (found := slice_of(each)) is None else found.tensor for each in tensors])
 
     def _is_saved(self, position: Mapping[str, Any], value: float | None) -> bool:
         """Whether saving again would write the same: nothing but tensors can have changed, and steps change those."""

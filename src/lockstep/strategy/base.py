@@ -20,7 +20,7 @@ from lockstep.strategy.parameters import (
     gradients_of,
     move_state,
     multiply_gradients,
-    on_host,
+    named_parameters,
     to_device,
     values_of,
 )
@@ -151,9 +151,8 @@ class Strategy:
     def total_count(self, counts: Sequence[Tensor | float]) -> Tensor:
         """Returns the sum of the counts of all ranks."""
         dtype, device = self.runtime.count_dtype, self.runtime.device
-        return torch.stack(
-            [torch.as_tensor(each, dtype=dtype, device=device).detach().reshape(()) for each in counts]
-        ).sum()
+        found = [torch.as_tensor(each, dtype=dtype, device=device).detach().reshape(()) for each in counts]
+        return torch.stack(found).sum()
 
     def mean_over_ranks(self, totals: Sequence[Tensor | float], counts: Sequence[Tensor | float]) -> Tensor:
         """Returns the mean over the global batch, from weighted means or from sums over these counts."""
@@ -203,10 +202,6 @@ class Strategy:
         """Loads what optimizer_state_dict returned; with Stored tensors where the strategy keeps slices."""
         optimizer.load_state_dict(dict(state))
 
-    def fetch(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Returns tensors that can be copied to the host; where that takes a program, one for all of them."""
-        return self.runtime.fetch(tensors)
-
     def restored(self, modules: Modules, optimizers: Sequence[Optimizer]) -> None:
         self.runtime.end_of_program()
 
@@ -214,7 +209,8 @@ class Strategy:
 
     def parameters_to_check(self, modules: Modules) -> dict[str, Tensor]:
         """Returns the parameters by name, as they can be read without compiling a program for it."""
-        return on_host(modules, self.runtime.fetch)
+        named = named_parameters(modules)
+        return dict(zip(named, self.runtime.fetch(list(named.values())), strict=True))
 
     def holders(self, modules: Modules) -> dict[str, tuple[int, ...]] | None:
         """Returns for each parameter the ranks that must have the same of it; None: all ranks, of all parameters."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -51,12 +51,6 @@ def named_parameters(modules: Modules) -> dict[str, Tensor]:
         for name, module in modules.items()
         for parameter_name, parameter in module.named_parameters()
     }
-
-
-def on_host(modules: Modules, fetch: Callable[[list[Tensor]], list[Tensor]]) -> dict[str, Tensor]:
-    """Returns the parameters by name, fetched all at once."""
-    named = named_parameters(modules)
-    return dict(zip(named, fetch(list(named.values())), strict=True))
 
 
 def prefixed(modules: Modules, module: str, name: str) -> str:
