@@ -217,8 +217,10 @@ def save_with_lockstep(asynchronous: bool) -> Callable[[int, Path], list[dict[st
         def loop(run: Any) -> list[dict[str, float]]:
             model, optimizer, loss = make_training(mib)
             run.setup(model, optimizer)
+            steps = run.steps(None)
 
             def step() -> float:
+                next(steps)
                 began = time.perf_counter()
                 run.backward(loss())
                 run.step()
@@ -280,8 +282,9 @@ def load_with_torch(mib: int, folder: Path) -> list[dict[str, float]]:
 def save_once(run: Any, mib: int) -> None:
     model, optimizer, loss = make_training(mib)
     run.setup(model, optimizer)
-    run.backward(loss())
-    run.step()
+    for _ in run.steps(1):
+        run.backward(loss())
+        run.step()
     run.checkpoint()
 
 

@@ -80,6 +80,10 @@ def carry_out(run: Run, config: RunConfig) -> dict[str, Any]:
     """Trains, evaluates or predicts, as the config asks. Returns `status`, `metrics` and the rest of the outcome."""
     if config.after is None:
         return fit(run, config)
+    if config.after.do == "export":
+        from lockstep.tasks.export import export
+
+        return export(run, config, config.after)
     return {"evaluate": evaluate, "predict": predict}[config.after.do](run, config, config.after)
 
 

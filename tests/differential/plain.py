@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from programs import Program, Source, build_models, build_source, computed, freeze, is_walked
+from programs import Program, Source, Walk, build_models, build_source, computed, freeze, is_walked
 from torch import Tensor, nn
 
 from lockstep.data.order import Sequential, Shuffled
@@ -33,9 +33,36 @@ class PlainSource:
             places = np.arange(number * size, min((number + 1) * size, self._source.length))
             yield number, self._rows[torch.from_numpy(self._order.at(self.epoch, places))]
 
+    @property
+    def count(self) -> int:
+        return self._source.batches
+
     def leave(self, finished: bool) -> None:
         if finished or self.batch == self._source.batches:
             self.epoch, self.batch = self.epoch + 1, 0
+
+
+def _together(walk: Walk, sources: list[PlainSource]) -> Iterator[list[tuple[int, Tensor]]]:
+    rest = sources[1:]
+    passes = [each.batches() for each in sources]
+    if walk.form == "nested":
+        for one in passes[0]:
+            for two in rest[0].batches():
+                yield [one, two]
+            rest[0].leave(True)
+        return
+    for one in passes[0]:
+        found = [one]
+        for two in passes[1:]:
+            following = next(two, None)
+            if following is None and walk.form == "begins again":
+                rest[0].leave(True)
+                passes[1] = rest[0].batches()
+                following = next(passes[1])
+            if following is None:
+                return
+            found.append(following)
+        yield found
 
 
 class Trainer:
@@ -59,24 +86,12 @@ class Trainer:
     def _walk(self, number: int) -> None:
         walk = self._program.walks[number]
         sources = [self._sources[each] for each in walk.sources]
-        finished = [False for _ in sources]
-        iterators = [each.batches() for each in sources]
+        ended = True
         taken: list[tuple[int, Tensor]] = []
-        while True:
-            last = taken
-            taken = []
-            for place, iterator in enumerate(iterators):
-                following = next(iterator, None)
-                if following is None:
-                    finished[place] = True
-                    break
-                taken.append(following)
-            if any(finished):
-                for place, (batch, _) in enumerate(last):
-                    finished[place] = finished[place] or batch == self._program.sources[walk.sources[place]].batches - 1
-                break
+        for taken in _together(walk, sources):
             stepped = self._train_on(number, [batch for _, batch in taken])
             if stepped is None:
+                ended = False
                 break
             rows = torch.cat([batch for _, batch in taken])[:, :2].int().tolist()
             self.seen.append([number, sorted(rows, key=lambda row: row[0])])
@@ -86,10 +101,12 @@ class Trainer:
                 for source, (batch, _) in zip(sources, taken, strict=True):
                     source.batch = batch + 1
                 if walk.leave and self.step % walk.leave == 0:
+                    ended = False
                     break
-        for source, ended in zip(sources, finished, strict=True):
-            source.leave(ended)
-        if any(finished):
+        for place, (source, (batch, _)) in enumerate(zip(sources, taken, strict=True)):
+            is_left = walk.form == "nested" and place == 1
+            source.leave(ended and not is_left and batch == source.count - 1)
+        if ended:
             self._kept = self._gradients()  # what waits at the end of a pass is carried over
 
     def _train_on(self, number: int, batches: list[Tensor]) -> bool | None:

@@ -9,7 +9,8 @@ import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class Loop:
             self._models.append(run.models[f"model{number}"])
         self._data = [build_source(*each) for each in enumerate(program.sources)]
         self._counts: dict[str, int] = {}
-        self._has_quit = False
+        self._has_quit = self._saves = False
         self.seen: list[Any] = []
         self._loaders: dict[int, DataLoader[Any]] = {}
         run.register_state("loop", self)
@@ -89,11 +90,30 @@ class Loop:
             return run.batches(data, source.batch_size, **how)
         return run.batches(data, source.batch_size, **how)
 
+    def _micro_batches(self, walk: Walk) -> Iterator[Any]:
+        first, *rest = (partial(self._batches, each, walk.accumulate) for each in walk.sources)
+        if not rest:
+            return ((each,) for each in first())
+        if walk.form == "nested":
+            return self._nested(first, *rest)
+        return zip(first(), _forever(*rest) if walk.form == "begins again" else rest[0](), strict=False)
+
+    def _nested(self, outer: Callable[[], Iterator[Any]], inner: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        for first in outer():
+            for second in inner():
+                self._saves = False
+                yield first, second
+            if self._saves:
+                self._save()
+
+    def _save(self) -> None:
+        self._run.checkpoint()
+        raise Left
+
     def _walk(self, number: int, walk: Walk) -> None:
         run = self._run
-        passes = [self._batches(each, walk.accumulate) for each in walk.sources]
         begins, seen = True, list[Any]()
-        for micros in zip(*passes, strict=False) if len(passes) > 1 else ((each,) for each in passes[0]):
+        for micros in self._micro_batches(walk):
             batches = [batch for (batch,) in micros]
             assert run._engine.feed.step is not None
             micro = {cursor.name: micro for cursor, micro in run._engine.feed.step.micro_batches}
@@ -112,8 +132,9 @@ class Loop:
             if stepped and walk.leave and run.progress.step % walk.leave == 0:
                 break
             if stepped and run.progress.step == self._until and self._requests is None:
-                run.checkpoint()
-                raise Left
+                self._saves = True
+                if walk.form != "nested":
+                    self._save()
         if self._program.looks:
             self._measure()
 
@@ -153,6 +174,11 @@ class Loop:
         data = TensorDataset(torch.ones(3, FEATURES).double())
         for model in self._run.modules.values():
             self._run.evaluate(lambda batch, model=model: {"sum": model(batch[0]).sum(1)}, data, 2)
+
+
+def _forever(batches: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    while True:
+        yield from batches()
 
 
 def _keep_meshes() -> None:

@@ -49,6 +49,7 @@ class Walk:
     accumulate: int
     losses: tuple[Loss, ...]
     steps_last: bool = False  # whether optimizers step after all losses, or each after its own
+    form: str = "zip"  # of two sources; or the second begins again, or is walked for each batch of the first: nested
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Program:
         walks = tuple(
             Walk(tuple(each["sources"]), each["epochs"], each["leave"], each["accumulate"],
                  tuple(Loss(**{**loss, "models": tuple(loss["models"]), "steps": tuple(loss["steps"])})
-                       for loss in each["losses"]), each["steps_last"])
+                       for loss in each["losses"]), each["steps_last"], each["form"])
             for each in data["walks"]
         )  # fmt: skip
         sources = tuple(Source(**each) for each in data["sources"])
@@ -222,6 +223,9 @@ def _walk(draw: st.DrawFn, models: int, sources: int, zero_grad: bool, joint: bo
     stepped = {each for loss in losses for each in loss.steps}
     apart = len(losses) == 1 or not any(stepped.intersection(loss.models) - {*loss.steps} for loss in losses)
     apart = apart and sum(len(loss.steps) for loss in losses) == len(stepped) and not (joint and len(losses) > 1)
+    form = draw(st.sampled_from(["zip", "begins again", "nested"])) if len(chosen) > 1 else "zip"
+    if form == "nested":
+        losses = [replace(loss, every=1) for loss in losses]
     return Walk(
         chosen,
         epochs=draw(st.sampled_from(["all", "all", "all", "first", "later"])),
@@ -229,6 +233,7 @@ def _walk(draw: st.DrawFn, models: int, sources: int, zero_grad: bool, joint: bo
         accumulate=draw(st.sampled_from([1, 1, 1, 2, 3])) if len(chosen) == 1 and apart else 1,
         losses=tuple(losses),
         steps_last=draw(st.booleans()),
+        form=form,
     )
 
 

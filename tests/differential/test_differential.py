@@ -190,6 +190,15 @@ GAN = (Loss((0, 1), True, True, (1,), 1), Loss((0, 1), False, True, (0,), 1))
     ),
     (Way(1, "fsdp"),),
 )
+# After a resume, passes within a batch of another source were taken for done, and those left of its pass were lost.
+@example(
+    replace(SIMPLE, sources=(A, replace(A, batch_size=2)), walks=(Walk((0, 1), "all", 0, 1, (ONE,), form="nested"),)),
+    (Way(1, "auto", 3, True), Way(2, "auto", 8), Way(1, "auto")),
+)
+@example(
+    replace(SIMPLE, sources=(A, B), walks=(Walk((0, 1), "all", 0, 1, (ONE,), form="begins again"),)),
+    (Way(2, "auto", 3), Way(1, "auto")),
+)
 # Under ddp, torch waited for gradients of a forward pass that had no backward pass, also once weights were frozen.
 @example(
     replace(

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 import lockstep
 from conftest import Project, wait_until
 from lockstep.cli import main
+from lockstep.config.schema import After, RunConfig
 from lockstep.tasks import predict
 
 TASKS = Path(__file__).parents[1] / "after_tasks.py"
@@ -131,12 +132,32 @@ def test_predict_that_was_killed_goes_on_after_its_parts(run: Path, project: Pro
     assert json.loads(other.stdout)["parts_before"] == 0, "parts of another checkpoint are not used"
     assert {each.name: each.stat().st_ino for each in parts.glob("part-*")} == there
     out.unlink()
-    done = command(*arguments, "2", "--out", out, "--json")
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["parts_before"] == len(there)
+    done = project.run(*arguments, "2", "--out", out, "--json")
+    assert done.code == 0, done.text
+    assert json.loads(done.out.splitlines()[-1])["parts_before"] == len(there)
     assert not parts.exists()
     found(*arguments, "1", "--out", project.folder / "whole.parquet")
     assert out.read_bytes() == (project.folder / "whole.parquet").read_bytes()
+
+
+def test_parts_of_other_code_data_or_settings_are_not_used(tmp_path: Path) -> None:
+    task, given = tmp_path / "mine.py", tmp_path / "given.txt"
+    task.write_text("class Mine:\n    pass\n")
+    given.write_text("1")
+    base: dict[str, Any] = {"task": f"{task}:Mine", "train": {"batch_size": 4}}
+    after = After(do="predict", run=str(tmp_path), step=1, input=str(given))
+
+    def begun(**sections: Any) -> str:
+        return predict._begin(tmp_path / "out.jsonl", RunConfig.model_validate({**base, **sections}), after, 8)
+
+    first = begun()
+    assert begun() == first
+    others = [begun(seed=5), begun(data={"workers": 2})]
+    given.write_text("22")
+    others.append(begun())
+    task.write_text("class Mine:\n    size = 1\n")
+    others.append(begun())
+    assert len({first, *others}) == 5
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
@@ -245,6 +266,17 @@ def test_export_weights_and_programs(run: Path, tmp_path: Path) -> None:
     assert files_of(run) == before
 
 
+def test_export_of_a_model_that_begin_prepares_and_a_config_freezes_a_part_of(tmp_path: Path) -> None:
+    config = {**CONFIG, "task": {"type": f"{TASKS}:Prepared"}, "checkpoint": {"save": "trainable"}}
+    config["train"] = {**CONFIG["train"], "freeze": ["0.*"]}
+    run = Path(lockstep.train(config, processes=1, out=tmp_path)["folder"])
+    found("export", run, "--to", "torch-export", "--out", tmp_path / "program")
+    assert torch.export.load(tmp_path / "program").module()(inputs_by_hand()).shape == (53, 4)
+    weights = command("export", run, "--to", "safetensors", "--out", tmp_path / "m.safetensors")
+    assert weights.exit_code == 0 and "the checkpoint has no frozen weights" in weights.stderr
+    assert load_file(tmp_path / "m.safetensors").keys() == {"2.weight", "2.bias"}
+
+
 def test_a_model_that_no_program_can_be_made_of(tmp_path: Path) -> None:
     run = trained(tmp_path, "Branching")
     result = command("export", run, "--to", "onnx", "--out", tmp_path / "m.onnx")
@@ -274,6 +306,7 @@ def test_a_model_that_no_program_can_be_made_of(tmp_path: Path) -> None:
         ),
         (["predict", "RUN", "--out", "x.jsonl", "--set", "task.wrong=number"], "a single ndarray for 'label'"),
         (["predict", "RUN", "--out", "x.jsonl", "--set", "task.wrong=nothing"], "predict returned a NoneType"),
+        (["predict", "RUN", "--out", "x.jsonl", "--set", "task.wrong=many"], "48 values for 'label' and a batch of 12"),
         (["export", "RUN", "--to", "hf", "--out", "hf"], "no model of transformers or peft: use --to safetensors"),
         (["export", "RUN", "--to", "onnx", "--out", "there.jsonl"], "is there already"),
     ],

@@ -23,7 +23,7 @@ def main(run):
     model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     restored = run.restore()
     began = run.progress.step
-    for step in range(began, 2 * int(sys.argv[1])):  # its own data, so that it is stopped at run.step
+    for step in run.steps(2 * int(sys.argv[1])):
         run.backward(model(torch.randn(6, 4)).square().mean())
         run.step()
         if not restored:

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import psutil
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.checkpoint import ranges, reader
@@ -124,7 +123,6 @@ def talk(run: lockstep.Run) -> dict[str, Any]:
         "long": [len(part) for part in run.devices.rendezvous("much", b"x" * (5000 * run.rank))],
         "agree_long": len(run.agree("y" * 5000)),
         "any": [run.any(run.rank == 1), run.any(False)],
-        "all": [run.all(run.rank == 1), run.all(True)],
     }
     run.barrier("the end")
     try:
@@ -224,7 +222,8 @@ def connections(run: lockstep.Run) -> int:
     """How many others this rank is connected to, after it talked to all of them in every way."""
     model = nn.Linear(4, 1)
     run.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
-    run.backward(run.model(torch.ones(2, 4)).mean())
+    for _ in run.steps(1):
+        run.backward(run.model(torch.ones(2, 4)).mean())
     run.gather("a word")
     run.barrier("before counting")
     mine = psutil.Process().net_connections("tcp")
@@ -307,47 +306,26 @@ def saving_on_rank_0_with_a_barrier_elsewhere(run: lockstep.Run) -> None:
 
 
 def different_numbers_of_batches(run: lockstep.Run) -> None:
-    """A loader of one's own, that gives rank 1 one batch more."""
+    """Rank 1 makes one step more."""
     model = nn.Linear(4, 1)
     run.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
-    for _ in range(5 + run.rank):
+    for _ in run.steps(5 + run.rank):
         run.backward(run.model(torch.ones(2, 4)).mean())
         run.step()
 
 
 def own_data(run: lockstep.Run, kinds: list[str]) -> int:
-    """Loops that bring their own data: all of it on every rank, the same tensors, or different ones."""
+    """Loops that make their own data: different on every rank, or the same."""
     model = nn.Linear(4, 1)
     model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
     for kind in kinds:
         if run.progress.step:  # as in a run of its own
             run._engine.checks = type(run._engine.checks)(run._engine.group, run._engine.runtime, run.dp_size)
-        for inputs, targets in _own_batches(kind):
-            run.backward(F.mse_loss(model(inputs), targets))
+        for step in run.steps(run.progress.step + 5):
+            inputs = torch.randn(5, 4) if kind == "different" else torch.full((1, 4), float(step))
+            run.backward(F.mse_loss(model(inputs), inputs.sum(1, keepdim=True)))
             run.step(optimizer)
     return run.progress.step
-
-
-def _own_batches(kind: str) -> Iterator[Any]:
-    if kind == "kept":
-        yield from DataLoader(_Augmented(), batch_size=5, shuffle=True)
-    elif kind == "same":
-        yield from ((each, each.sum(1, keepdim=True)) for each in torch.ones(5, 4).cumsum(0)[:, None])
-    else:  # rollouts of each rank's own, in a loader; and an evaluation on the same data everywhere
-        assert len(list(DataLoader(dataset(), batch_size=5))) == 10
-        kept = iter(DataLoader(dataset(), batch_size=5))
-        inputs = torch.randn(25, 4)
-        rollouts = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=5, shuffle=True)
-        yield from rollouts
-        assert next(kept)
-
-
-class _Augmented(Dataset[Any]):
-    def __len__(self) -> int:
-        return 25
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.randn(4), torch.tensor([float(index % 7)])
 
 
 def replicas_that_drift_apart(run: lockstep.Run) -> None:
@@ -527,7 +505,7 @@ def saves_as_set(run: lockstep.Run, own_data: bool) -> list[int]:
     model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     run.restore()
     if own_data:
-        for _ in range(7):
+        for _ in run.steps(7):
             run.backward(model(torch.ones(2, 4)).mean())
             run.step(optimizer)
     else:

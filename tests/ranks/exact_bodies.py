@@ -149,8 +149,9 @@ def refused(run: Run, what: str) -> None:
     plain = nn.Linear(12, 3)
     model, optimizer = run.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     if what == "own data":
-        run.backward(model(torch.ones(4, 12)).mean())
-        run.step(optimizer)
+        for _ in run.steps(1):
+            run.backward(model(torch.ones(4, 12)).mean())
+            run.step(optimizer)
     for inputs, _ in run.batches(data(64), 16):
         loss = model(inputs).square().mean()
         if what == "all_gather":

@@ -339,8 +339,9 @@ def test_every_group_that_has_a_name_has_its_rate_logged(new_run: Callable[..., 
     made = parameter_groups({"model": model}, groups({"match": "bias", "lr": 0.5}))["model"]
     run.setup(model, torch.optim.SGD(made, lr=0.1))
     run.restore()
-    run.backward(model(torch.ones(1, 2)).sum())
-    run.step()
+    for _ in run.steps(1):
+        run.backward(model(torch.ones(1, 2)).sum())
+        run.step()
     assert run._engine.aggregator.learning_rates == {"lr": 0.1, "lr/bias": 0.5}
 
 

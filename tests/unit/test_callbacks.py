@@ -122,22 +122,40 @@ def test_a_reason_to_stop_ends_the_run_at_once(moment: tuple[str, int], new_run:
     )
 
 
+class Asking(Noting):
+    """Asks the run to stop, as any part of the user's code may."""
+
+    def after_batch(self, run: Run, batch: Any) -> None:
+        if run.progress.step == 5:
+            run.stop("enough")
+
+
+@pytest.mark.parametrize("by", ["a callback", "run.stop", "the task", "early_stop"])
 def test_a_run_that_is_killed_at_its_stop_stops_there_still(
-    new_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+    by: str, new_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last save of its stop has the reason; a run that has stopped may be resumed to go on."""
-    chosen[:] = [Noting(stop=("step", 5))]
-    long = config(train={"epochs": 9, "batch_size": 2})
+    chosen[:] = [Asking() if by == "run.stop" else Noting(stop=("step", 5) if by == "a callback" else ("", 0))]
+    patience = {"criteria": [{"metric": "val/loss", "delta": 100.0}], "patience": 1}
+    early = {"early_stop": patience} if by == "early_stop" else {}
+    long = config(train={"epochs": 9, "batch_size": 2}, **early)
+    at = 10 if early else 5
+    if by == "the task":
+        monkeypatch.setattr(Line, "should_stop", lambda self, metrics: "enough" if len(calls) < 40 else None)
     with monkeypatch.context() as patched:
         patched.setattr(UserCallbacks, "have_stopped", lambda self, run: pytest.fail("killed"))
         with pytest.raises(pytest.fail.Exception, match="killed"):
             fit(new_run(), long)
     chosen[:] = [Noting()]
-    run = new_run()
-    assert (fit(run, long)["reason"], run.progress.step) == ("enough (callback Noting)", 5)
+    run, calls[:] = new_run(), ["many"] * 40
+    reason = fit(run, long)["reason"]
+    assert ("no improvement of val/loss" if early else "enough") in reason
+    assert run.progress.step == at
     chosen[:] = [Noting()]
     run = new_run()
-    assert (fit(run, long)["status"], run.progress.step, chosen[0].seen) == ("completed", 45, 45)
+    longer = fit(run, config(train={"epochs": 9, "batch_size": 2}))
+    assert (longer["status"], run.progress.step) == ("completed", 45)
+    assert chosen[0].seen == (40 if by == "run.stop" else 45), "the state of a callback of another class is not taken"
 
 
 def test_the_state_of_each_hook_is_saved_and_restored_by_its_name(new_run: Callable[..., Run]) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,28 @@ def walked(run: Run, epochs: int, after: int | None = None) -> list[tuple[str, f
 WHOLE = [("a", 0.0), ("a", 4.0), ("b", 100.0)]
 
 
+def test_an_epoch_that_is_left_at_its_end_is_done(new_run: Runs, tmp_path: Path) -> None:
+    """As by a limit of steps: what is saved then says so, and a longer run begins the next one."""
+
+    def loop(run: Run, until: int) -> list[int]:
+        set_up(run)
+        run.restore()
+        began = []
+        for epoch in run.epochs(3):
+            began.append(epoch)
+            for (batch,) in run.batches(numbered(4), 2):
+                step(run, batch)
+            if run.progress.step >= until:
+                break
+        run.checkpoint()
+        run._engine.finish()
+        return began
+
+    assert loop(new_run(), 4) == [0, 1]
+    assert manifest(tmp_path, 4)["epoch"] == 2
+    assert loop(new_run(), 6) == [2]
+
+
 def test_two_sources_in_one_epoch_do_not_skip_each_others_epochs(new_run: Runs) -> None:
     run = new_run()
     set_up(run)
@@ -186,6 +209,79 @@ def test_two_sources_may_be_walked_together(new_run: Runs) -> None:
             step(run, left + right)
         assert seen == [(0.0, 100.0), (4.0, 104.0)]
     assert (run.progress.step, run.progress.examples) == (4, 32)
+
+
+def test_in_a_loop_within_a_loop_requests_wait_for_the_outer_one(new_run: Runs, tmp_path: Path) -> None:
+    """What the outer loop does with its batch is done once, whenever the run is asked to stop."""
+
+    def loop(run: Run, seen: list[Any], ask_at: int | None = None) -> None:
+        set_up(run)
+        run.restore()
+        for _ in run.epochs(2):
+            for (outer,) in run.batches(numbered(4), 2, shuffle=False):
+                for _ in range(2):
+                    for (inner,) in run.batches(numbered(6), 2, shuffle=False, name="inner"):
+                        step(run, inner)
+                        seen.append((int(outer[0]), int(inner[0])))
+                        if run.progress.step == ask_at:
+                            requests.leave = "SIGTERM"
+                seen.append(f"after {int(outer[0])}")
+
+    requests, whole = StopRequests(), list[Any]()
+    loop(new_run(), whole)
+    assert len(whole) == 2 * 2 * (6 + 1)
+    for ask_at in (1, 5, 8, 12):
+        requests, seen = StopRequests(), list[Any]()
+        with pytest.raises(Preempted):
+            loop(new_run(requests), seen, ask_at)
+        loop(new_run(), seen)
+        assert seen == whole
+        shutil.rmtree(tmp_path / "checkpoints")
+
+
+def test_two_loops_that_a_resumed_run_could_not_continue_are_refused(new_run: Runs) -> None:
+    run = new_run()
+    set_up(run)
+    with pytest.raises(ConfigError, match=r"loop over source 2 within a batch of source 1: .* Call it in the loop"):
+        for (outer,) in run.batches(numbered(4), 2):
+            for (inner,) in run.batches(numbered(6), 2):
+                step(run, inner + outer)
+                run.checkpoint()
+    run = new_run()
+    set_up(run)
+    with pytest.raises(ConfigError, match=r"pass over source 2 has ended, and the loop continues with source 1 alone"):
+        short = itertools.cycle(run.batches(numbered(2), 1, name="source 2"))
+        for (one,), (two,) in zip(run.batches(numbered(6), 1, name="source 1"), short, strict=False):
+            step(run, one + two)
+    run = new_run()
+    set_up(run)
+    with pytest.raises(ConfigError, match=r"over source 2 is within the one over source 1, whose batches are in parts"):
+        for _ in run.batches(numbered(4), 2, accumulate=2):
+            for (inner,) in run.batches(numbered(6), 2, accumulate=2):
+                step(run, inner)
+
+
+def test_a_shorter_source_may_begin_again(new_run: Runs) -> None:
+    def again(run: Run) -> Iterator[Any]:
+        while True:
+            yield from run.batches(numbered(4), 2, name="short")
+
+    def loop(run: Run, until: int) -> list[Any]:
+        set_up(run)
+        run.restore()
+        seen = []
+        for _ in run.epochs(2):
+            for (one,), (two,) in zip(run.batches(numbered(10), 2, name="long"), again(run), strict=False):
+                step(run, one + two)
+                seen.append((one[:, 0].tolist(), two[:, 0].tolist()))
+                if run.progress.step == until:
+                    run.checkpoint()
+                    return seen
+        return seen
+
+    whole = loop(new_run(), 10)
+    shutil.rmtree(new_run().folder / "checkpoints")
+    assert loop(new_run(), 4) + loop(new_run(), 7) + loop(new_run(), 10) == whole
 
 
 def test_what_follows_two_sources_that_were_walked_together_is_saved_as_done(new_run: Runs) -> None:
@@ -623,11 +719,11 @@ def test_a_mean_over_tokens_is_that_of_the_whole_batch(new_run: Runs) -> None:
 def test_sums_that_cannot_be_told_apart_are_refused(new_run: Runs) -> None:
     run = new_run()
     set_up(run)
-    (batch,) = next(run.batches(numbered(4), 4))
-    run.backward(run.model(batch).sum(), count=4)
-    run.backward(run.model(batch).mean())
-    with pytest.raises(ConfigError, match="2 backward passes came before it, and 1 of them gave a sum and a count"):
-        run.step()
+    for (batch,) in run.batches(numbered(4), 4):
+        run.backward(run.model(batch).sum(), count=4)
+        run.backward(run.model(batch).mean())
+        with pytest.raises(ConfigError, match="2 backward passes came before it, and 1 of them gave a sum and a count"):
+            run.step()
 
 
 def test_metrics_may_be_sums_and_counts(new_run: Runs) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,7 +86,8 @@ def test_where_zero_grad_decides_it_is_asked_for_and_honoured(new_run: Runs, by:
     """The generator steps first: whether the discriminator adds to what it got is up to zero_grad."""
     run = new_run()
     models, (generator, discriminator) = set_up(run)
-    (batch,) = next(run.batches(TensorDataset(DATA), 4, shuffle=False))
+    batches = run.batches(TensorDataset(DATA), 4, shuffle=False)
+    (batch,) = next(batches)
     run.backward(generated(models, batch))
     run.step(generator)
     with pytest.raises(ConfigError, match=r"parameters of 'second' still hold gradients .* of first has stepped"):
@@ -269,6 +272,50 @@ def test_an_optimizer_of_other_parameters_is_refused_by_name(new_run: Runs) -> N
         stepped(new_run(), ["0.weight", "1.weight"])
 
 
+def test_an_optimizer_of_another_class_is_refused(new_run: Runs) -> None:
+    stepped(new_run(), ["0.weight"])
+    run, model = new_run(), nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    run.setup(model, torch.optim.Adam([model[0].weight], lr=0.1))
+    with pytest.raises(ConfigError, match="state is that of AdamW, and the optimizer of 'model' is Adam now"):
+        run.restore()
+
+
+class Twice(torch.optim.Optimizer):
+    """Steps by another optimizer, whose state is none of its own: as SAM is usually written."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        for _ in range(2):
+            with torch.enable_grad():
+                closure()
+            self.base.step()
+
+
+def test_an_optimizer_within_an_optimizer_is_resumed_too(new_run: Runs) -> None:
+    def trained(run: Run, epochs: int) -> tuple[Tensor, Twice]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = Twice(model.parameters())
+        run.setup(model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+        run.restore()
+        for _ in run.epochs(epochs):
+            for (batch,) in run.batches(TensorDataset(DATA), 4):
+                run.step(optimizer, lambda batch=batch: run.backward(model(batch).square().mean()))
+            run.checkpoint()
+        return model.weight.detach().clone(), optimizer
+
+    whole, _ = trained(new_run(), 3)
+    shutil.rmtree(new_run().folder / "checkpoints")
+    trained(new_run(), 1)
+    resumed, optimizer = trained(new_run(), 3)
+    assert torch.equal(resumed, whole)
+    assert optimizer.param_groups is optimizer.base.param_groups
+
+
 def test_an_optimizer_with_a_zero_grad_of_its_own_has_it_called_after_a_step(new_run: Runs) -> None:
     cleared = []
 
@@ -280,7 +327,58 @@ def test_an_optimizer_with_a_zero_grad_of_its_own_has_it_called_after_a_step(new
     run, model = new_run(), nn.Linear(3, 1)
     optimizer = Own(model.parameters(), lr=0.1)
     run.setup(model, optimizer)
-    run.backward(model(DATA).mean())
-    assert run.step()
+    for _ in run.steps(1):
+        run.backward(model(DATA).mean())
+        assert run.step()
     assert cleared == [True]
     assert all(each.grad is None for each in model.parameters())
+
+
+# What a loop does to gradients before run.step
+
+
+def clipped(run: Run, optimizer: torch.optim.Optimizer) -> None:
+    nn.utils.clip_grad_norm_(run.module.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "counted", "change", "message"),
+    [
+        (1, False, clipped, None),
+        (1, True, clipped, "of 'model' were changed between run.backward and run.step.*set clip_norm"),
+        (2, False, clipped, "of 'model' were changed between run.backward and run.step.*set clip_norm"),
+        (2, True, lambda run, optimizer: run.gradients(optimizer), None),
+        (1, True, lambda run, optimizer: optimizer.zero_grad(), None),
+    ],
+)
+def test_gradients_are_left_alone_until_they_are_those_of_the_batch(
+    new_run: Runs, accumulate: int, counted: bool, change: Callable[..., Any], message: str | None
+) -> None:
+    run, model = new_run(), nn.Linear(3, 1)
+    model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with contextlib.nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        for (batch,) in run.batches(TensorDataset(DATA), 4, accumulate=accumulate):
+            loss = model(batch).square()
+            run.backward(loss.sum() if counted else loss.mean(), len(batch) if counted else None)
+            change(run, optimizer)
+            run.step()
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_zero_grad_between_micro_batches_is_refused(new_run: Runs, where: str) -> None:
+    run, taken = new_run(), 0
+    models, (generator, discriminator) = set_up(run)
+    with pytest.raises(
+        ConfigError, match=r"zero_grad\(\) of the optimizer of 'second' was called between the micro-batches"
+    ):
+        for (batch,) in run.batches(TensorDataset(DATA), 4, accumulate=2):
+            taken += 1
+            run.backward(generated(models, batch))
+            run.step(generator)
+            if where == "before":
+                discriminator.zero_grad()  # drops what the generator's loss left there, and the first part's gradients
+            run.backward(discriminated(models, batch))
+            run.step(discriminator)
+            if where == "after":
+                discriminator.zero_grad()
+    assert taken == (2 if where == "before" else 1)

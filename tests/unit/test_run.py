@@ -198,23 +198,24 @@ def test_asked_to_stop_a_run_saves_and_leaves_between_two_steps(new_run: Runs, t
 
 
 def own_data(run: Run, steps: int, request: StopRequests | None = None, ask_at: int = 0) -> Tensor:
-    """A loop without run.batches: random data, a schedule, and values that are logged after the step."""
+    """A loop that makes its data: random batches, a schedule, an evaluation and logged values after the step."""
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, scheduler = run.setup(model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
     run.restore()
-    for step in range(run.progress.step, steps):
+    for step in run.steps(steps):
         batch = torch.randn(4, 3)
         if request is not None and step == ask_at:
             request.leave = "SIGTERM"
         run.backward(model(batch).square().mean())
         run.step()
+        run.evaluate(lambda batch: {"seen": run.module(batch[0])[:, 0]}, DATA, 4)
         scheduler.step()
         run.log(own=float(step))
     return torch.cat([each.detach().flatten().clone() for each in model.parameters()])
 
 
-def test_a_loop_with_its_own_data_stops_logs_and_resumes_at_run_step(new_run: Runs, tmp_path: Path) -> None:
+def test_a_loop_with_its_own_data_stops_logs_and_resumes_between_steps(new_run: Runs, tmp_path: Path) -> None:
     request = StopRequests()
     with pytest.raises(Preempted):
         own_data(new_run(request), 6, request, ask_at=2)
@@ -230,23 +231,78 @@ def test_a_loop_with_its_own_data_stops_logs_and_resumes_at_run_step(new_run: Ru
 
 
 def test_a_save_is_made_between_the_steps_of_a_loop_with_its_own_data(new_run: Runs, tmp_path: Path) -> None:
-    """With several optimizers after the last of them, and every so often where one of them never steps."""
+    """An iteration is one step, whatever the optimizers do in it: both step, one alone, none, or one twice."""
     request = StopRequests()
     run = new_run(request)
     one, two = nn.Linear(3, 1), nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1))
     one, first = run.setup(one, torch.optim.SGD(one.parameters(), lr=0.1), name="one")
     two, second = run.setup(two, torch.optim.SGD(two.parameters(), lr=0.1), name="two")
-    for _ in range(2):
-        run.backward(one(torch.randn(4, 3)).square().mean())
-        request.save = True
-        run.step(first)
-        run.backward(two(torch.randn(4, 3)).square().mean())
-        run.step(second)
+    for step in run.steps(5):
+        stepped = [(one, first), (two, second)] * (step < 2) + [(one, first)] * (step - 2)
+        for model, optimizer in stepped:
+            run.backward(model(torch.randn(4, 3)).square().mean())
+            request.save = step == 1
+            run.step(optimizer)
+            with torch.no_grad():
+                model(torch.randn(4, 3))  # a call of a module in an iteration does not save
+        assert run.progress.step == step + bool(stepped)
+    assert run.progress.step == 5
     assert [path.name for path in tmp_path.glob("checkpoints/step-*")] == ["step-00000002"]
-    for _ in range(100):
-        run.backward(one(torch.randn(4, 3)).square().mean())
-        run.step(first)
-    assert len(list(tmp_path.glob("checkpoints/step-*"))) == 2
+
+
+def test_the_last_step_of_a_loop_with_its_own_data_is_saved_when_it_was_asked_for(
+    new_run: Runs, tmp_path: Path
+) -> None:
+    request = StopRequests()
+    with pytest.raises(Preempted):
+        own_data(new_run(request), 3, request, ask_at=2)
+    assert [path.name for path in tmp_path.glob("checkpoints/step-*")] == ["step-00000003"]
+    own_data(new_run(), 3)  # nothing is left to do
+
+
+def test_gradients_may_wait_over_several_steps_of_a_loop_with_its_own_data(new_run: Runs) -> None:
+    def loop(run: Run, until: int) -> Tensor:
+        model = nn.Linear(3, 1)
+        run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        run.restore()
+        for step in run.steps(until):
+            run.backward(model(torch.randn(4, 3)).square().mean())
+            if step % 3 == 2:
+                run.step()
+        run.checkpoint()
+        return model.weight.detach().clone()
+
+    loop(new_run(), 4)
+    resumed = loop(new_run(), 6)
+    run = new_run()
+    shutil.rmtree(run.folder / "checkpoints")
+    assert torch.equal(resumed, loop(run, 6))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda run: run.backward(run.model(DATA[:][0]).mean()),
+        lambda run: run.step(run.optimizer, lambda: run.backward(run.model(DATA[:][0]).mean())),
+    ],
+)
+def test_a_loop_that_can_be_neither_stopped_nor_saved_is_refused(new_run: Runs, use: Callable[[Run], Any]) -> None:
+    run = new_run()
+    set_up(run)
+    with pytest.raises(ConfigError, match=r"comes outside of a batch.* for step in run\.steps\(count\)"):
+        use(run)
+
+
+def test_steps_and_batches_are_not_combined(new_run: Runs) -> None:
+    run = new_run()
+    set_up(run)
+    mixed = r"run\.steps: is for loops that make their data, and cannot be combined with run\.batches"
+    for _ in run.steps(1):
+        with pytest.raises(ConfigError, match=mixed):
+            next(run.batches(DATA, 4))
+    for _ in run.batches(DATA, 4):
+        with pytest.raises(ConfigError, match=mixed):
+            next(run.steps(2))
 
 
 # What is left of a plain loop when it is ported by hand
@@ -289,7 +345,7 @@ def test_loops_that_accumulate_or_have_several_passes_are_not_warned_of(
             run.backward(run.model(batch).square().mean())
             if (number + 1) % 5 == 0:  # by its own counting
                 run.step()
-    for _ in range(2):
+    for _ in run.steps(6):
         for reward in range(200):  # a pass of its own for each
             run.backward(run.model(torch.randn(1, 3)).mean() * reward)
         run.step()
@@ -308,12 +364,12 @@ def test_what_a_run_has_no_need_of_is_not_imported() -> None:
 def test_an_optimizer_that_needs_a_closure_says_so_and_what_it_cannot_be_combined_with(new_run: Runs) -> None:
     run, model = new_run(), nn.Linear(1, 1)
     model, optimizer = run.setup(model, torch.optim.LBFGS(model.parameters()), on_nan="skip")
-    run.backward(model(torch.ones(1, 1)).sum())
     with pytest.raises(ConfigError, match=r"LBFGS computes the loss itself.*run.step\(optimizer, closure\)"):
         run.step()
     with pytest.raises(ConfigError, match=r"LBFGS evaluates a closure .* cannot be used with on_nan: skip"):
         run.step(optimizer, lambda: None)
     run, model = new_run(), nn.Linear(1, 1)
     model, optimizer = run.setup(model, torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(ConfigError, match=r"the closure called run\.backward 0 times"):
-        run.step(optimizer, lambda: None)
+    for _ in run.steps(1):
+        with pytest.raises(ConfigError, match=r"the closure called run\.backward 0 times"):
+            run.step(optimizer, lambda: None)

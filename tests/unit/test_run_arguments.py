@@ -31,6 +31,7 @@ def of_model(run: Run) -> torch.Tensor:
         ((SGD, MODEL), r"must be a torch.nn.Module, got a SGD. Call run.setup\(model, optimizer\)"),
         ((nn.Linear, None), "got the class Linear, not an object of it"),
         (([MODEL, nn.Linear], None), "got a list. Call it for each model, with a name"),
+        ((MODEL, None, {"name": "net.head"}), "run.setup: name='net.head' has a dot"),
         ((MODEL, torch.optim.SGD), "the optimizer must be a torch.optim.Optimizer, got the class SGD, not an object"),
         ((MODEL, "AdamW"), "the optimizer must be a torch.optim.Optimizer, got 'AdamW'"),
         ((MODEL, SGD, "cosine"), r"scheduler: must have state_dict\(\) and load_state_dict\(\), got a str"),
@@ -48,8 +49,12 @@ def test_setup_names_what_it_cannot_use(new_run: Runs, arguments: tuple[Any, ...
 
 Use = Callable[[Run], Any]
 WRONG: list[tuple[Use, str]] = [
-    (lambda run: run.backward(of_model(run).detach()), "run.backward: the loss has no gradient"),
-    (lambda run: run.backward(lockstep.Mean(torch.tensor(1.0), 2)), "run.backward: the loss has no gradient"),
+    (
+        lambda run: [run.backward(of_model(run).detach()) for _ in run.steps(1)],
+        "run.backward: the loss has no gradient",
+    ),
+    (lambda run: [run.backward(lockstep.Mean(torch.tensor(1.0), 2)) for _ in run.steps(1)], "the loss has no gradient"),
+    (lambda run: next(run.steps(-1)), "run.steps: must be a whole number of 0 or more, got -1"),
     (lambda run: run.backward(of_model(run).item()), r"got a float: a number has no gradient, leave out .item\(\)"),
     (lambda run: run.backward(of_model(run), count="4"), "the count of a loss must be a single number, got '4'"),
     (lambda run: run.epochs("3"), "run.epochs: must be a whole number of 0 or more, got '3'"),

@@ -131,29 +131,32 @@ def export(
 
     One process does it, whatever number of ranks wrote the checkpoint.
     """
-    from lockstep.config.load import load
     from lockstep.distributed.topology import launched
     from lockstep.launchers import after
     from lockstep.launchers.resume import Wanted, chosen_step
 
     if launched(os.environ):
         raise ConfigError("lockstep export is done by one process: run it by itself, not under a launcher")
+    out = out.absolute()
     require_new(out)
-    weights_alone = to == "safetensors"
-    if merge and weights_alone:
-        raise ConfigError("--merge: safetensors has the weights as the checkpoint has them: use --to hf")
-    folder = after.run_folder_of(run_dir, needs_task=not weights_alone)
-    config = None
-    if not weights_alone:
-        say_whose_code(folder)
-        config = load(folder / "config.yaml", overrides)
-    from lockstep.checkpoint.sources import mode_of
+    if to != "safetensors":
+        order = {"do": "export", "out": str(out), "to": to, "merge": merge, "weights": weights}
+        how: dict[str, Any] = {"step": step, "best": best, "overrides": overrides, "processes": None, "work": Path()}
+        found = _carry_out(run_dir, order, "export", **how)
+        if found is None:
+            return
+        chosen = int(found["step"])
+    else:
+        if merge:
+            raise ConfigError("--merge: safetensors has the weights as the checkpoint has them: use --to hf")
+        folder = after.run_folder_of(run_dir, needs_task=False)
+        from lockstep.checkpoint.sources import mode_of
 
-    mode = mode_of(folder) if config is None else config.checkpoint.keep.mode
-    chosen = chosen_step(folder, Wanted(step, best), mode, verify=False)
-    from lockstep.tasks.export import export as write
+        chosen = chosen_step(folder, Wanted(step, best), mode_of(folder), verify=False)
+        from lockstep.tasks.export import write_weights
 
-    write(config, folder, chosen, to, out, averages=weights == "ema", merge=merge)
+        if write_weights(folder, chosen, out, averages=weights == "ema"):
+            say("the checkpoint has no frozen weights (checkpoint.save), and so has the file: take them from init_from")
     if as_json:
         click.echo(json.dumps({"out": str(out), "to": to, "step": chosen, "weights": weights}))
         return

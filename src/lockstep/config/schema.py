@@ -201,14 +201,16 @@ class InitFrom(Section):
 
 
 class After(Section):
-    """What `lockstep evaluate` and `lockstep predict` do with a trained model. It is no part of the user's config."""
+    """What is done with a trained model, by the command of that name. It is no part of the user's config."""
 
-    do: Literal["evaluate", "predict"]
+    do: Literal["evaluate", "predict", "export"]
     run: str = Field(min_length=1)  # the folder of the run that has the model
     step: int = Field(ge=0)  # the step of its checkpoint
     data: str | None = None  # the name of the data; evaluate: test if there is any, otherwise val
     input: str | None = None  # passed to the task's predict_data
-    out: str | None = None  # the file of predictions
+    out: str | None = None  # the file of predictions, or the exported model
+    to: Literal["hf", "torch-export", "onnx"] | None = None  # the form to export
+    merge: bool = False  # whether adapters of peft are added into the weights that are exported
     chunk: int = Field(1024, gt=0)  # examples in each part of the predictions
     weights: Literal["raw", "ema"] = "raw"
 

@@ -185,7 +185,11 @@ class Cursor:
     # The source whose loop was under way when this one was opened: zip() asks that one first, and asks this one no more
     # once that one has ended.
     leader: str | None = None
-    covered: int = 0  # of the passes, those made during the pass of the leader that is under way
+    taken: int = 0  # micro-batches that the loop has taken of this pass
+    micro: MicroBatch | None = field(default=None, repr=False)  # the last of them
+    opened_at: int = 0  # how many were taken of the leader when this pass was opened
+    taken_at: int = 0  # and when its last micro-batch was taken
+    outlived: str | None = None  # a source whose pass has ended, though it was walked beside this one
     # Of a stream in the middle of a pass: where all dp ranks were when the run was saved; None of any other source.
     stream: dict[str, Any] | None = None
     place: Callable[[], Any] | None = field(default=None, repr=False)  # where this rank is in it now
@@ -228,7 +232,7 @@ class Cursors:
     @property
     def between_passes(self) -> bool:
         """Whether a pass of this epoch was left and none is under way: here is what follows the inner loop."""
-        return any(each.passes for each in self._cursors) and not any(each.is_open for each in self._cursors)
+        return any(each.passes for each in self._cursors) and not self.any_open
 
     def open(self, dataset: Any, facts: Facts, name: str | None = None, site: str | None = None) -> Cursor | None:
         """Returns the cursor of a source that is about to be walked; None where this pass was done before a restore."""
@@ -242,29 +246,61 @@ class Cursors:
             cursor.to_skip -= 1
             return None
         self._check(cursor, facts)
-        leaders = [each for each in self._cursors if each.is_open and not self._leader_of(each)]
-        cursor.leader, cursor.covered = leaders[0].name if leaders else None, 0
+        leaders = [each for each in self._cursors if each.is_open and not self.leader_of(each)]
+        cursor.leader, cursor.opened_at = (leaders[0].name, leaders[0].taken) if leaders else (None, 0)
         cursor.facts, cursor.is_open, cursor.opened = dict(facts), True, True
+        cursor.taken, cursor.taken_at, cursor.outlived = 0, 0, None
         return cursor
+
+    def take(self, cursor: Cursor, micro: MicroBatch) -> Cursor | None:
+        """Notes that the loop takes a micro-batch. Returns the source that it asks before this one, if any.
+
+        Refuses to go on without a source that was walked beside this one and has ended: a resumed run would not know
+        that, and end this loop.
+        """
+        leader = self.leader_of(cursor)
+        if leader is not None:
+            assert leader.micro is not None
+            if cursor.taken_at == leader.taken and not leader.micro.completes_batch:
+                raise ConfigError(
+                    f"run.batches: the loop over {cursor.name} is within the one over {leader.name}, whose batches are "
+                    "in parts (accumulate, or train.exact): it would be walked for each part. Take whole batches there"
+                )
+            cursor.taken_at = leader.taken
+        cursor.taken, cursor.micro = cursor.taken + 1, micro
+        beside = next((each for each in self._cursors if each.name == cursor.outlived), None)
+        if beside is not None and not beside.is_open:
+            raise ConfigError(
+                f"run.batches: the pass over {beside.name} has ended, and the loop continues with {cursor.name} alone "
+                "(itertools.cycle, zip_longest): a resumed run could not continue there. To begin it again, give zip a "
+                "generator: while True: yield from run.batches(...)"
+            )
+        cursor.outlived = None
+        return leader
 
     def leave(self, cursor: Cursor, finished: bool) -> None:
         """The loop over a source was left, at its end or before.
 
         The passes of others that were walked together with it (zip) and are done as well end with it: nobody asks for
-        them again. After a resume, such a pass is skipped with that of its leader, and not once more for itself.
+        them again. After a resume, such a pass is skipped with that of its leader, and not once more for itself. One
+        that was made within a batch of its leader belongs to that batch.
         """
-        if cursor.leader is None or self._leader_of(cursor):
-            cursor.passes += 1
-            cursor.covered += cursor.leader is not None
+        leader = self.leader_of(cursor)
+        if leader is not None and finished and cursor.opened_at != leader.taken:
+            leader.outlived = cursor.name
+        cursor.passes += cursor.leader is None
         cursor.leave(finished)
         for each in self._cursors:
-            if each.leader == cursor.name:
-                each.passes, each.covered = each.passes - each.covered, 0
-                if each.ended:
-                    each.leave(finished=True)
+            if each.leader == cursor.name and each.ended:
+                each.leave(finished=True)
 
-    def _leader_of(self, cursor: Cursor) -> Cursor | None:
+    def leader_of(self, cursor: Cursor) -> Cursor | None:
+        """Returns the source that the loop asks before this one, if it is under way."""
         return next((each for each in self._cursors if each.is_open and each.name == cursor.leader), None)
+
+    @property
+    def any_open(self) -> bool:
+        return any(each.is_open for each in self._cursors)
 
     @property
     def moved_on(self) -> list[Cursor]:
@@ -273,7 +309,7 @@ class Cursors:
 
     def begin_epoch(self) -> None:
         for cursor in self._cursors:
-            cursor.passes = cursor.to_skip = cursor.covered = 0
+            cursor.passes = cursor.to_skip = 0
 
     def state_dict(self, epoch_is_done: bool = False) -> list[dict[str, Any]]:
         states = [cursor.state_dict() for cursor in self._cursors]

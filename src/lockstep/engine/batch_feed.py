@@ -17,17 +17,17 @@ from lockstep.config.load import uneven_shares
 from lockstep.config.schema import RunSettings
 from lockstep.data.batches import MicroBatch, Position, Ramps
 from lockstep.data.cursors import Cursor, Cursors, Progress
-from lockstep.data.loader import Collate, Loaders, check_dataset, one_ahead
+from lockstep.data.loader import Loaders, check_dataset, one_ahead
 from lockstep.data.order import choose
 from lockstep.data.source import Source, whole_number
-from lockstep.data.stream import Pass, Streams
+from lockstep.data.stream import Streams
 from lockstep.data.stream_batches import streamed
 from lockstep.data.stream_reader import check_stream, is_stateful, is_stream
 from lockstep.distributed.group import Group
+from lockstep.engine import loop_checks
 from lockstep.engine.compile_guard import CompileGuard
 from lockstep.engine.exchange import gather_places, require_plain
 from lockstep.engine.gradients import GradientTracker
-from lockstep.engine.loop_checks import refuse_stream
 from lockstep.engine.step import Step
 from lockstep.errors import ConfigError
 from lockstep.profiler import Profiler
@@ -77,12 +77,12 @@ class BatchFeed:
         self._profiler, self._guard, self._gradients = profiler, guard, gradients
         self._runtime, self.seed = runtime, settings.seed
         self._dp_rank, self._shuffle_buffer = strategy.dp_rank, settings.data.shuffle_buffer
-        self._loaders = Loaders(
+        self.loaders = Loaders(
             self._dp_rank, strategy.dp_size, settings.seed, settings.data, runtime, strategy.batch_multiple,
             strategy.leaves,
         )  # fmt: skip
-        self._streams = Streams(
-            self._dp_rank, strategy.dp_size, settings.seed, self._loaders.loading, runtime.fixed_shapes,
+        self.streams = Streams(
+            self._dp_rank, strategy.dp_size, settings.seed, self.loaders.loading, runtime.fixed_shapes,
             strategy.batch_multiple,
         )  # fmt: skip
         self.progress = Progress()
@@ -90,8 +90,9 @@ class BatchFeed:
         self.ramps = Ramps()  # of what is trained on
         self.step: Step | None = None  # the current one, or the last until the next begins
         self.busy_since = 0.0
-        self.was_asked = False  # for an epoch or a batch
-        self._in_epochs = False
+        self.was_asked = False  # for an epoch, a batch or a step
+        self._in_epochs = self._in_steps = False
+        self._saved_by_loop = False  # since the last batch of an outer loop
         self._uneven: set[int] = set()  # batch sizes that the log has named: the ranks do not divide them
         self._saved_as_done: int | None = None  # the epoch that was saved as one with nothing left to do
 
@@ -106,6 +107,8 @@ class BatchFeed:
         self._strategy.reshard()  # a loop may freeze parameters now, or others
 
     def leave_epochs(self) -> None:
+        if self.progress.epoch_ended:
+            self.progress.next_epoch()
         self._in_epochs = False
         self.cursors.begin_epoch()  # a loop that comes back to an epoch it has left continues there
 
@@ -115,6 +118,7 @@ class BatchFeed:
         A save that the loop asks for after its inner loop counts as the end of the epoch. An automatic one does not:
         what follows the last batch is still to be done.
         """
+        self._saved_by_loop = explicit
         done = explicit and self._in_epochs and self.cursors.between_passes
         if done:
             self._saved_as_done = self.progress.epoch
@@ -133,12 +137,11 @@ class BatchFeed:
         step, progress = self.step, self.progress
         if step is None or step.counted:
             return False
-        taken = step.count()
+        progress.batch = step.count()
         progress.step += 1
         progress.examples += step.whole
         progress.tokens += step.tokens
-        progress.epoch_ended = any(micro.completes_epoch for micro in taken)
-        progress.batch = max((micro.batch + 1 for micro in taken), default=0)
+        progress.epoch_ended = step.completes_epoch
         return True
 
     @property
@@ -147,10 +150,30 @@ class BatchFeed:
         return self.progress.step + (0 if self.step is None or self.step.counted else 1)
 
     def current_step(self) -> Step:
-        """Returns the current step; a loop that brings its own data has one from its first backward pass on."""
-        if self.step is None or (self.step.counted and self.step.is_bare):
+        """Returns the current step; a new one where an optimizer steps after the end of the data."""
+        if self.step is None or (self.step.counted and self.step.is_bare and not self._in_steps):
             self.step = Step(self._strategy.leaves or self._strategy.dp_size)
         return self.step
+
+    def required_step(self, what: str) -> Step:
+        """Returns the current step; refuses a loop without one, which could be neither stopped nor saved."""
+        if self.step is None or (self.step.is_bare and not self._in_steps):
+            raise loop_checks.outside_of_a_step(what)
+        return self.step
+
+    # A loop that makes its own data
+
+    def enter_steps(self) -> None:
+        loop_checks.refuse_steps_among_batches(self._in_steps or self.cursors.any_open)
+        self._in_steps = self.was_asked = True
+
+    def begin_own_step(self) -> int:
+        """Begins a step without batches. Returns how many there were before it."""
+        self.step = Step(self._strategy.leaves or self._strategy.dp_size)
+        return self.progress.step
+
+    def leave_steps(self) -> None:
+        self._in_steps, self.step = False, None
 
     # Planning a pass
 
@@ -171,7 +194,7 @@ class BatchFeed:
         chosen = choose(given.order, given.shuffle, dataset, batch_size, self.seed)
         source = self.cursors.find(dataset, chosen.count, name, site)
         how: dict[str, Any] = {"given": chosen, "drop_last": drop_last, "ramps": self.ramps}
-        plan = self._loaders.plan(dataset, batch_size, accumulate=accumulate, **how)
+        plan = self.loaders.plan(dataset, batch_size, accumulate=accumulate, **how)
         if plan.batches == 0:
             raise ConfigError(
                 f"the training data has {chosen.length} examples, fewer than one batch of {batch_size}, and "
@@ -189,8 +212,8 @@ class BatchFeed:
 
         def begin(cursor: Cursor) -> MicroBatches:
             if compares:
-                self.compare_order(cursor.name, facts)
-            loader = self._loaders.for_training(cursor.name, dataset, plan, given.collate, given.loading)
+                loop_checks.compare_order(self._group, cursor.name, facts)
+            loader = self.loaders.for_training(cursor.name, dataset, plan, given.collate, given.loading)
             at = Position(begin=chosen.length) if cursor.ended else cursor.position
             micros: Any = loader.epoch(cursor.epoch, at)
             ahead = self._runtime.copies_ahead and loader.fetches_ahead
@@ -200,9 +223,9 @@ class BatchFeed:
 
     def _plan_examples(self, given: Source, name: str | None, accumulate: int, site: str | None) -> PlannedPass:
         data, batch_size, shuffle = given.dataset, given.batch_size, given.shuffle
-        refuse_stream(data, self._strategy.leaves)
+        loop_checks.refuse_stream(data, self._strategy.leaves)
         check_stream(data, "run.batches")
-        source = self._streams.source(data)
+        source = self.streams.source(data)
         facts = {
             "count": source.pieces,
             "batch_size": batch_size,
@@ -216,7 +239,7 @@ class BatchFeed:
             if self._had_ended(cursor):
                 return None
             self._exchange_places()  # of a pass that was left in the middle and continues
-            walk = self._streams.training(
+            walk = self.streams.training(
                 data, batch_size, given.collate, accumulate, given.drop_last, epoch=cursor.epoch, start=cursor.batch,
                 shuffle=shuffle, buffer=self._shuffle_buffer, saved=cursor.stream, name=cursor.name,
             )  # fmt: skip
@@ -229,7 +252,7 @@ class BatchFeed:
         self, batches: Iterable[Any], count: Callable[[Any], int], name: str | None, site: str, ahead: bool
     ) -> PlannedPass:
         """Plans a pass over batches that are made elsewhere, of which every dp rank has different ones."""
-        refuse_stream(batches, self._strategy.leaves)
+        loop_checks.refuse_stream(batches, self._strategy.leaves)
         self._release_for(batches)
         return PlannedPass(batches, {}, name, site, 1, partial(self._begin_stream, batches, count, ahead))
 
@@ -285,22 +308,8 @@ class BatchFeed:
     def _release_for(self, data: Any) -> None:
         """Drops the loaders' references to datasets: a new dataset may continue the position of one that is gone."""
         if not self.cursors.knows(data):
-            self._loaders.release(self.cursors.closed)
-            self._streams.release()
-
-    def compare_order(self, name: str, facts: dict[str, Any]) -> None:
-        """Refuses ranks with different orders: examples would be left out."""
-        if self._group.world_size == 1:
-            return
-        everywhere = self._group.gather(facts, f"the order of {name}")
-        for rank, other in enumerate(everywhere):
-            differ = [f"{fact} {everywhere[0].get(fact)!r} on rank 0, {other.get(fact)!r} on rank {rank}"
-                      for fact in {**everywhere[0], **other} if everywhere[0].get(fact) != other.get(fact)]  # fmt: skip
-            if differ:
-                raise ConfigError(
-                    f"run.batches: the ranks do not have the same order of {name}: {'; '.join(differ)}. Data, "
-                    "weights, lengths and a custom order must be the same on all ranks: make them from the seed"
-                )
+            self.loaders.release(self.cursors.closed)
+            self.streams.release()
 
     def _log_uneven_shares(self, batch_size: int) -> None:
         uneven = None if self._strategy.leaves else uneven_shares(batch_size, self._strategy.dp_size, "batch_size")
@@ -312,6 +321,7 @@ class BatchFeed:
 
     def open(self, planned: PlannedPass) -> OpenPass | None:
         """Begins a pass; None where it was done before a restore."""
+        loop_checks.refuse_steps_among_batches(self._in_steps)
         self.was_asked = True
         self._drop_abandoned_step()
         cursor = self.cursors.open(planned.data, planned.facts, planned.name, planned.site)
@@ -338,6 +348,13 @@ class BatchFeed:
         # Another source is current; or this one, with the batch not complete, or with gradients that wait for a step.
         return not step.has_taken(walk.cursor) or not step.completes_batch or step.pending
 
+    def is_inner(self, walk: OpenPass) -> bool:
+        """Returns whether a step begins within a batch of another source, in a loop within the loop over that."""
+        leader = self.cursors.leader_of(walk.cursor)
+        if leader is not None and self._saved_by_loop:
+            raise loop_checks.saved_in_inner_loop(leader.name, walk.cursor.name)
+        return leader is not None
+
     def next(self, walk: OpenPass) -> Any:
         """Returns the next micro-batch on the device; at the end of the pass, sets `walk.finished`."""
         self._activity.enter("data", self.progress.step + 1)
@@ -348,9 +365,13 @@ class BatchFeed:
             walk.finished = True
             return None
         micro, batch = following
+        leader = self.cursors.take(walk.cursor, micro)
+        if leader is None:
+            self._saved_by_loop = False
         again = self.step is not None and self.step.has_taken(walk.cursor)
-        self.step = self.step or Step(self._strategy.leaves or self._strategy.dp_size)
+        self.step = self.step or Step(self._strategy.leaves or self._strategy.dp_size, leader)
         self.step.take(walk.cursor, micro)
+        self._gradients.step = self.step
         self._strategy.sync_gradients(self.step.completes_batch)
         if self._strategy.leaves:
             self._strategy.begin_micro_batch(self.step_number, walk.cursor.name, micro, self.step.taken == 1)
@@ -370,10 +391,12 @@ class BatchFeed:
             if walk.cursor.is_open:
                 self.cursors.leave(walk.cursor, walk.finished)
             self._strategy.sync_gradients(True)
-            if self.step is not None and (self.step.counted or not self.step.pending):
+            step = self.step
+            if step is not None and not step.counted and step.pending:
+                if walk.finished:
+                    self._carry_over(step, walk.cursor)
+            elif step is not None and (step.counted or not step.has_open_source):
                 self.step = None
-            elif self.step is not None and walk.finished:
-                self._carry_over(self.step, walk.cursor)
             if not self._in_epochs:  # a loop that counts its own epochs: one is done with the pass
                 if walk.finished:
                     self.progress.next_epoch()
@@ -412,17 +435,9 @@ class BatchFeed:
             self._gradients.abandon(step)
         self.step = None
 
-    # Evaluation
-
-    def for_evaluation(self, *args: Any, **how: Any) -> Any:
-        return self._loaders.for_evaluation(*args, **how)
-
-    def evaluation_of_stream(self, data: Any, batch_size: int, collate: Collate | None, alone: bool) -> Pass:
-        return self._streams.evaluating(data, batch_size, collate, alone)
-
     def close(self, at_once: bool = False) -> None:
-        self._loaders.close(at_once)
-        self._streams.close(at_once)
+        self.loaders.close(at_once)
+        self.streams.close(at_once)
 
 
 def _with_plain_places(micros: MicroBatches, name: str, tokens: Any = None) -> MicroBatches:

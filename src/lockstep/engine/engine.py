@@ -30,11 +30,11 @@ from lockstep.distributed.group import Group
 from lockstep.distributed.topology import Topology
 from lockstep.engine.batch_feed import BatchFeed, PlannedPass
 from lockstep.engine.compile_guard import CompileGuard, Phases
-from lockstep.engine.control_sync import Asked, ControlSync, OutOfBandSync, OwnDataSteps
+from lockstep.engine.control_sync import NOTHING, Asked, ControlSync, OutOfBandSync
 from lockstep.engine.devices import Devices
 from lockstep.engine.ema import Average
 from lockstep.engine.evaluator import Evaluator
-from lockstep.engine.loop_checks import LoopChecks, require_nothing_saved, warn_of_restarts
+from lockstep.engine.loop_checks import LoopChecks, compare_order, require_nothing_saved, warn_of_restarts
 from lockstep.engine.models import Entry, Models
 from lockstep.engine.setup import ModelSetup, SetupOptions
 from lockstep.engine.stepper import LossScale, Stepper, check_closure, loss_and_count
@@ -99,7 +99,7 @@ class Engine:
             group, self.strategy, self.models, self.aggregator, self.guard, self.profiler, settings.log.gradient_norm
         )
         self.evaluator = Evaluator(group, runtime, self.strategy, self.models, self.feed, self.checkpointer, requests)
-        self._own_data = OwnDataSteps(runtime, self._act)
+        self._waiting = NOTHING  # what ranks were asked for in a loop within a loop
         self.checks = LoopChecks(group, runtime, self.strategy.dp_size)
         self.stopped: str | None = None  # why training ended before its limit, the same on all ranks
         self._fingerprint_due = Due(settings.watch.fingerprint_every)
@@ -173,6 +173,15 @@ class Engine:
     def _goes_on(self) -> bool:
         return self.stopped is None
 
+    def steps(self, count: int | None) -> Iterator[int]:
+        self.feed.enter_steps()
+        try:
+            while self._begin_step() and (count is None or self.progress.step < count):
+                yield self.feed.begin_own_step()
+                self.feed.count_step()
+        finally:
+            self.feed.leave_steps()
+
     def batches(self, source: Source, **how: Any) -> Iterator[Any]:
         yield from self._walk(self.feed.plan(source, **how))
 
@@ -185,7 +194,7 @@ class Engine:
         if walk is None:
             return
         try:
-            while self.feed.continues_step(walk) or self._begin_step():
+            while self.feed.continues_step(walk) or self._begin_step(inner=self.feed.is_inner(walk)):
                 batch = self.feed.next(walk)
                 if walk.finished:
                     break
@@ -193,24 +202,24 @@ class Engine:
         finally:
             self.feed.leave(walk)
 
-    def _begin_step(self) -> bool:
-        """Passes a safe point. Returns whether to go on with another step."""
+    def _begin_step(self, inner: bool = False) -> bool:
+        """Passes a safe point. Returns whether to go on with another step. In the `inner` of two loops, what ranks are
+        asked for waits for the outer one, whose batch is not done."""
         self.feed.step = None
-        self._own_data.act()
-        self._act(self._sync(rows=True))
+        asked = self._waiting.with_later(self._sync())
+        self._waiting = asked if inner else NOTHING
+        if not inner:
+            self._act(asked)
         if self.stopped is not None:
             return False
         self.profiler.next_step(self.progress.step + 1)
         return True
 
     def backward(self, loss: Tensor | Mean, count: Tensor | float | None) -> None:
-        feed, step = self.feed, self.feed.step
-        if step is not None and step.counted and step.is_bare:  # the row of a step has what was logged after it
-            self.aggregator.write_due_row(self.progress, self.seconds_since_start, wait=False)
-        with self.checks.computing(loss, step is None or step.is_bare, step is None or step.completes_batch):
-            total, count = loss_and_count(loss, count)
+        total, count = loss_and_count(loss, count)
+        feed, step = self.feed, self.feed.required_step("run.backward")
+        with self.checks.computing(total, step.is_bare, step.completes_batch):
             self.aggregator.note_busy(time.perf_counter() - feed.busy_since)
-            step = feed.current_step()
             self.stepper.backward(step, feed.step_number, total, count)
 
     def step(self, optimizer: Optimizer | None, closure: Callable[[], object] | None) -> bool:
@@ -219,19 +228,19 @@ class Engine:
             self._require_restore()
             self.requests.begun = self.activity.begun = True
         with self.checks.stepping(optimizer):
-            stepped = self._step_and_count(optimizer, closure)
-        if stepped and self.feed.step is not None and self.feed.step.is_bare:
-            self._after_own_step(optimizer)
-        return stepped
+            return self._step_and_count(optimizer, closure)
 
     def _step_and_count(self, optimizer: Optimizer | None, closure: Callable[[], object] | None) -> bool:
         feed, stepped = self.feed, self.models.stepped_by(optimizer)
         step = feed.current_step()
         check_closure(stepped[0], stepped[1], step, closure, self.stepper.loss_scale is not None)
+        if closure is not None:
+            feed.required_step("run.step with a closure")
         if not step.completes_batch:
             if self.strategy.leaves:
                 self.strategy.keep_gradients(stepped[2])
                 self.models.gradients.keep(stepped[1])
+            self.models.gradients.want(stepped[1])
             feed.busy_since = time.perf_counter()
             return False
         number = feed.step_number
@@ -247,7 +256,7 @@ class Engine:
 
     def gradients(self, optimizer: Optimizer | None) -> dict[str, Tensor]:
         stepped, step = self.models.stepped_by(optimizer), self.feed.step
-        if step is None or (step.counted and step.is_bare) or not step.completes_batch:
+        if step is None or not step.completes_batch:
             return {}
         if self.strategy.leaves and step.trained < step.taken:  # the last leaf is still to be computed
             return {}
@@ -282,18 +291,8 @@ class Engine:
 
     # Safe points: between two steps, where nothing is half done
 
-    def _after_own_step(self, optimizer: Optimizer | None) -> None:
-        """Passes the safe point of a loop that brings its own data."""
-        if not self._own_data.end_here(optimizer, len(self.models.optimizers)):
-            return
-        self._own_data.act()  # where no module was called since: the forward pass is compiled, or there is none
-        asked = self._sync(rows=False)
-        self.stopped = self.stopped or asked.stop
-        if asked.leave or asked.save:
-            self._own_data.defer(asked)
-
-    def _sync(self, rows: bool) -> Asked:
-        """Returns what any rank was asked for by now; with `rows`, writes the row that is due."""
+    def _sync(self) -> Asked:
+        """Returns what any rank was asked for by now, and writes the row that is due."""
         progress = self.progress
         compiles = self.runtime.compiles_everything or self.model_setup.compiles
         if self._phases is not None and self._phases.at(progress.step, compiles):
@@ -303,8 +302,7 @@ class Engine:
             asked = replace(asked, save=asked.save or _AS_SET)
         if self.control_sync.exchanged:
             self.aggregator.write_pending_row(wait=self.group.world_size > 1)
-        if rows:
-            self.aggregator.write_due_row(progress, self.seconds_since_start, wait=False)
+        self.aggregator.write_due_row(progress, self.seconds_since_start, wait=False)
         self.checkpointer.check()
         if self._fingerprint_due.now(progress, self.seconds_since_start) and progress.step:
             self.checkpointer.compared({}, f"the fingerprint of step {progress.step}", progress.step)
@@ -326,7 +324,7 @@ class Engine:
 
     def evaluate(self, measure: Measure, source: Source, on: str, name: str) -> dict[str, float]:
         if isinstance(source.order, Order):
-            self.feed.compare_order(name, source.order.facts(0))
+            compare_order(self.group, name, source.order.facts(0))
         with self.profiler.region("validate"), self._noted("validate", name):
             return self.evaluator.evaluate(measure, source.examples, source.batch_size, on, source.collate, name)
 

@@ -136,10 +136,10 @@ class Evaluator:
         """Returns the number of examples, if known; this rank's micro-batches; and a check to make after them."""
         if not is_stream(dataset):
             count = check_dataset(dataset, name)
-            loader = self._feed.for_evaluation(dataset, batch_size, collate, alone=alone)
+            loader = self._feed.loaders.for_evaluation(dataset, batch_size, collate, alone=alone)
             return count, lambda: self._seeded(loader.epoch(0)), lambda: None
         check_stream(dataset, name)
-        walk = self._feed.evaluation_of_stream(dataset, batch_size, collate, alone)
+        walk = self._feed.streams.evaluating(dataset, batch_size, collate, alone)
         together = self._strategy.measures_together
         compares = not (alone or together)
         return (
@@ -201,9 +201,9 @@ class Evaluator:
         alone = self._group.world_size == 1
         if is_stream(dataset):
             check_stream(dataset, "the data to measure")
-            micro, batch = self._feed.evaluation_of_stream(dataset, batch_size, collate, alone).first()
+            micro, batch = self._feed.streams.evaluating(dataset, batch_size, collate, alone).first()
         else:
-            micro, batch = self._feed.for_evaluation(dataset, batch_size, collate, alone=alone).first()
+            micro, batch = self._feed.loaders.for_evaluation(dataset, batch_size, collate, alone=alone).first()
         whole = epoch_metrics_of(measure)
         tried: list[dict[str, Any] | None] = []
 

@@ -9,6 +9,9 @@ the discriminator, too.
 - Gradients of a pass that no optimizer has stepped with are kept: the loop accumulates over batches.
 - In any other case plain PyTorch has a `zero_grad()`, and where that stands decides between adding and dropping. A loop
   that calls it after every step gets what plain PyTorch computes; others are refused, by the name of the model.
+
+Until `run.step`, gradients may be those of a part of the batch, or not divided yet: what a loop does to them before, as
+it did in plain PyTorch, is refused in the first steps.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from lockstep.errors import ConfigError
 Count = Tensor | float
 Drop = Callable[[Optimizer, bool], None]
 
+_LOOKED_AT = 3  # steps in which gradients are looked at between run.backward and run.step
+
 
 @dataclass(eq=False)
 class BackwardPass:
@@ -36,8 +41,10 @@ class BackwardPass:
     number: int  # which pass over that micro-batch
     count: Count | None  # None where the loss was a mean
     reached: set[int]  # the optimizers whose parameters got gradients
+    of_part: bool = False  # whether micro-batches of its batch were still to come
     settled: set[int] = field(default_factory=set)  # those that have stepped with them, or were cleared
     kept: set[int] = field(default_factory=set)  # those whose gradients are put aside, where zero_grad does not reach
+    wanted: set[int] = field(default_factory=set)  # those that the loop wanted to step before the batch was complete
     used: bool = False  # whether any optimizer has stepped with it
     carried_over: bool = False  # whether the pass over the data ended before any did
 
@@ -48,6 +55,11 @@ class BackwardPass:
 
     def waits_for(self, optimizer: int) -> bool:
         return optimizer in self.reached and optimizer not in self.settled
+
+    def is_needed_by(self, optimizer: int) -> bool:
+        """Returns whether the micro-batches to come add to its gradients."""
+        is_done = self.micro < self.step.taken or optimizer in self.wanted
+        return self.of_part and is_done and self.waits_for(optimizer) and optimizer not in self.kept
 
 
 @dataclass(eq=False)
@@ -80,7 +92,10 @@ class GradientTracker:
         self._by_leaf = by_leaf
         self._watched: dict[int, Watched] = {}
         self._passes: list[BackwardPass] = []
-        self._before: dict[int, list[tuple[Tensor | None, int]]] = {}
+        self._before: dict[int, Versions] = {}
+        self.step: Step | None = None  # the current one, of a loop over batches
+        self._left: dict[int, Versions] = {}  # gradients as a backward pass left them, where they are not finished
+        self._looks = _LOOKED_AT
 
     def watch(self, name: str, optimizer: Optimizer, drop_unreduced: Drop) -> None:
         """Follows an optimizer; `drop_unreduced` drops those of its gradients that its zero_grad does not reach."""
@@ -100,6 +115,12 @@ class GradientTracker:
 
         @functools.wraps(plain)
         def zero_grad(set_to_none: bool = True) -> None:
+            if any(each.step is self.step and each.is_needed_by(id(optimizer)) for each in self._passes):
+                raise ConfigError(
+                    f"zero_grad() of the optimizer of {name!r} was called between the micro-batches of one batch, "
+                    "whose gradients add up: it would be trained on the last of them alone. Leave it out (run.step "
+                    "clears gradients), or call it after run.step has returned True"
+                )
             clear(set_to_none)
             watched.cleared()
             self._settle(watched, with_kept=False)
@@ -109,6 +130,7 @@ class GradientTracker:
 
     def begin(self, step: Step) -> None:
         """Drops what is left of the batch before, when a backward pass begins."""
+        self.require_unchanged()
         if len(self._watched) == 1:
             return
         self._passes = [each for each in self._passes if each.step is step or not each.reached <= each.settled]
@@ -123,13 +145,33 @@ class GradientTracker:
                 self._drop(watched, waiting, step)
         self._before = {key: _versions(each.gradients) for key, each in self._watched.items()}
 
-    def add(self, step: Step, count: Count | None) -> None:
-        """Notes a backward pass."""
+    def add(self, step: Step, count: Count | None, scaled: bool = False) -> None:
+        """Notes a backward pass, of a loss that was `scaled` for float16 or not."""
         known = [each for each in self._passes if each.step is step and each.micro == step.taken]
         reached = {key for key, each in self._watched.items() if self._is_reached(key, each)}
         batches = () if count is None else step.batches
-        self._passes.append(BackwardPass(step, batches, step.taken, len(known), count, reached))
+        of_part = not step.completes_batch
+        self._passes.append(BackwardPass(step, batches, step.taken, len(known), count, reached, of_part))
         self._before = {}
+        if self._looks and not self._by_leaf and (scaled or of_part or count is not None):
+            self._left = {key: _versions(each.gradients) for key, each in self._watched.items()}
+
+    def require_unchanged(self) -> None:
+        """Refuses gradients that the loop has written to since a backward pass that did not finish them."""
+        left, self._left = self._left, {}
+        for key, before in left.items():
+            now = self._watched[key].gradients
+            if any(_is_written(each, *was) for each, was in zip(now, before, strict=False)):
+                raise ConfigError(
+                    f"the gradients of {self._watched[key].name!r} were changed between run.backward and run.step, "
+                    "where they are those of a part of the batch, or not divided or unscaled yet. To clip them, set "
+                    "clip_norm in run.setup or train.clip_norm; for other changes use what run.gradients() returns"
+                )
+
+    def want(self, optimizer: Optimizer) -> None:
+        """Notes that the loop wanted to step an optimizer before the batch was complete."""
+        for each in self._passes:
+            each.wanted.add(id(optimizer))
 
     def keep(self, optimizer: Optimizer | None = None) -> None:
         """The gradients of an optimizer, or of all, are put aside: they wait for its step whatever the loop clears."""
@@ -173,6 +215,7 @@ class GradientTracker:
     def stepped(self, optimizer: Optimizer, step: Step) -> None:
         """Clears the gradients that an optimizer has used."""
         watched = self._watched[id(optimizer)]
+        self._looks = max(self._looks - 1, 0)
         if len(self._watched) == 1:
             self._passes.clear()
         for each in self._passes:
@@ -268,8 +311,15 @@ class GradientTracker:
         )
 
 
-def _versions(gradients: list[Tensor | None]) -> list[tuple[Tensor | None, int]]:
+Versions = list[tuple[Tensor | None, int]]
+
+
+def _versions(gradients: list[Tensor | None]) -> Versions:
     return [(each, 0 if each is None else _version(each)) for each in gradients]
+
+
+def _is_written(now: Tensor | None, before: Tensor | None, version: int) -> bool:
+    return now is not None and before is not None and (now is not before or _version(now) != version)
 
 
 def _version(gradient: Tensor) -> int:

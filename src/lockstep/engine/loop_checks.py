@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import gc
-import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
-from lockstep.runtime.base import Runtime, generator_states, set_generator_states
+from lockstep.runtime.base import Runtime
 from lockstep.strategy.base import Strategy
 
 logger = logging.getLogger(__name__)
@@ -28,7 +23,6 @@ logger = logging.getLogger(__name__)
 _MOST_PASSES, _MOST_OWN_PASSES = 256, 2048
 _CLEARED = 3  # so often gradients were cleared that no optimizer has used
 _LOOKED_AT = 3  # backward passes on the loop's own data
-_EXAMPLES = 16
 _SHOWN = 6  # names in a message
 
 
@@ -53,10 +47,9 @@ class LoopChecks:
         self._hooks: dict[int, RemovableHandle] = {}
         self._parameters: list[nn.Parameter] = []
         self._stepped = self._warned = False
-        self._passes = self._own_passes = self._cleared = 0
+        self._passes = self._cleared = 0
         self._walked: set[int] = set()
         self._compares_data = group.world_size > 1 and dp_size > 1
-        self._yielded: dict[int, int] = {}
         self._losses: list[Tensor] = []
 
     # optimizer.step() in place of run.step(optimizer)
@@ -86,12 +79,12 @@ class LoopChecks:
 
     # run.step left out
 
-    def computing(self, loss: Any, own_data: bool, completes_batch: bool) -> _Inside:
+    def computing(self, loss: Tensor, own_data: bool, completes_batch: bool) -> _Inside:
         """While run.backward works."""
         if not self._stepped and completes_batch:
             self._count_pass(own_data)
         if own_data and self._compares_data:
-            self._look_at_data(loss)
+            self._compare_losses(loss)
         return self._inside
 
     def walks(self, dataset: Any) -> None:
@@ -119,85 +112,22 @@ class LoopChecks:
                 "run.backward(loss), in place of optimizer.step()", self._passes,
             )  # fmt: skip
 
-    # A DataLoader of the loop's own that gives every rank all of the data
+    # Ranks that make the same data
 
-    def _look_at_data(self, loss: Any) -> None:
-        self._own_passes += 1
-        total = getattr(loss, "total", loss)
-        if isinstance(total, Tensor) and total.numel() == 1:
-            self._losses.append(total.detach())
-        if self._own_passes == 1:
-            self._yielded = {id(each): each._num_yielded for each in _iterators()}
-        if self._own_passes < _LOOKED_AT:
+    def _compare_losses(self, loss: Tensor) -> None:
+        self._losses.append(loss.detach())
+        if len(self._losses) < _LOOKED_AT:
             return
         self._compares_data = False
         losses = [] if self._runtime.compiles_everything else [each.item() for each in self._losses]
         self._losses = []
-        mine = {"losses": losses, "data": self._facts()}
-        self._warn_same_data(self._group.gather(mine, "the data of the first steps"))
-
-    def _facts(self) -> list[list[Any]]:
-        """Returns digests of the datasets that the loop's loaders read at each of these steps, as far as known."""
-        states = generator_states(self._runtime)  # a dataset may draw random numbers
-        try:
-            moved = [each for each in _iterators() if each._num_yielded > self._yielded.get(id(each), 0)]
-            return [fact for each in moved for fact in _facts_of(each)]
-        finally:
-            set_generator_states(self._runtime, states)
-
-    def _warn_same_data(self, found: Sequence[dict[str, Any]]) -> None:
-        ranks = self._group.world_size
-        everywhere = [each for each in found[0]["data"] if all(each in other["data"] for other in found)]
-        losses = found[0]["losses"]
-        if everywhere:
-            logger.warning(
-                "every rank reads all of the data: a DataLoader over %s (%d examples) is not divided over the %d "
-                "ranks. Iterate run.batches(loader) instead, with the batch size of all ranks together",
-                everywhere[0][0], everywhere[0][1], ranks,
-            )  # fmt: skip
-        elif len(set(losses)) > 1 and all(each["losses"] == losses for each in found):
+        found = self._group.gather(losses, "the losses of the first steps")
+        if len(set(losses)) > 1 and all(each == losses for each in found):
             logger.warning(
                 "every rank computes the same: the first %d losses are equal on all %d ranks. Iterate "
-                "run.batches(dataset, batch_size) instead, or give each rank its own data by run.rank",
-                len(losses), ranks,
+                "run.batches(dataset or loader, batch_size), or give each rank its own data by run.rank",
+                len(losses), self._group.world_size,
             )  # fmt: skip
-
-
-def _iterators() -> list[Any]:
-    """Returns the iterators over DataLoaders that are in use. A loop need not tell which it has."""
-    return [each for each in gc.get_objects() if issubclass(type(each), _BaseDataLoaderIter)]
-
-
-def _facts_of(iterator: Any) -> list[list[Any]]:
-    """Returns a digest for each part of a dataset's examples that differs between examples.
-
-    An augmented image is another one on every rank, and its label is not; actions of an agent differ between ranks.
-    """
-    sampler, dataset = iterator._index_sampler, iterator._dataset
-    if type(sampler) is BatchSampler:
-        sampler = sampler.sampler
-    if iterator._dataset_kind != _DatasetKind.Map or type(sampler) not in (SequentialSampler, RandomSampler):
-        return []
-    try:
-        count = len(dataset)
-        looked_at = sorted({index * (count - 1) // (_EXAMPLES - 1) for index in range(_EXAMPLES)})
-        examples = [[_digest(leaf) for leaf in tree_leaves(dataset[index])] for index in looked_at]
-    except Exception:
-        return []  # for the loop to find out
-    parts = list(zip(*examples, strict=False))
-    name = type(dataset).__name__
-    return [[name, count, at, *part] for at, part in enumerate(parts) if len(set(part)) > 1]
-
-
-def _digest(value: Any) -> str:
-    if isinstance(value, Tensor):
-        flat = value.detach().cpu().flatten()
-        data = str([flat.double().sum().item(), flat[:64].tolist()])
-    elif hasattr(value, "tobytes"):  # of numpy and PIL
-        data = hashlib.blake2b(value.tobytes(), digest_size=8).hexdigest()
-    else:
-        data = repr(value)
-    return hashlib.blake2b(data.encode(), digest_size=8).hexdigest()
 
 
 def check_hooks(named: Mapping[str, Tensor], strategy: Strategy, are_lost: bool) -> None:
@@ -214,6 +144,45 @@ def check_hooks(named: Mapping[str, Tensor], strategy: Strategy, are_lost: bool)
             "%s has a hook (register_hook), which is called with the gradient of a part of the batch: right for a mask "
             "or a factor, and not for clipping. %s", ", ".join(hooked[:_SHOWN]), instead,
         )  # fmt: skip
+
+
+def outside_of_a_step(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what}: comes outside of a batch, where nothing is divided over ranks, and the run can neither be saved nor "
+        "stopped. Iterate run.batches(dataset or loader, batch_size), or run.stream(...) where each rank has different "
+        "batches. A loop that makes its data, as in reinforcement learning: for step in run.steps(count)"
+    )
+
+
+def refuse_steps_among_batches(mixed: bool) -> None:
+    if mixed:
+        raise ConfigError(
+            "run.steps: is for loops that make their data, and cannot be combined with run.batches, run.stream or "
+            "another run.steps, one inside of the other. Count with range(), or by run.epochs around run.batches"
+        )
+
+
+def saved_in_inner_loop(outer: str, inner: str) -> ConfigError:
+    return ConfigError(
+        f"run.checkpoint: was called in a loop over {inner} within a batch of {outer}: a resumed run would leave out "
+        f"the rest of that batch. Call it in the loop over {outer}, after the inner one, or iterate over the outer "
+        "data without run.batches"
+    )
+
+
+def compare_order(group: Group, name: str, facts: dict[str, Any]) -> None:
+    """Refuses ranks with different orders: examples would be left out."""
+    if group.world_size == 1:
+        return
+    everywhere = group.gather(facts, f"the order of {name}")
+    for rank, other in enumerate(everywhere):
+        differ = [f"{fact} {everywhere[0].get(fact)!r} on rank 0, {other.get(fact)!r} on rank {rank}"
+                  for fact in {**everywhere[0], **other} if everywhere[0].get(fact) != other.get(fact)]  # fmt: skip
+        if differ:
+            raise ConfigError(
+                f"run.batches: the ranks do not have the same order of {name}: {'; '.join(differ)}. Data, weights, "
+                "lengths and a custom order must be the same on all ranks: make them from the seed"
+            )
 
 
 def refuse_stream(data: Any, leaves: int | None) -> None:

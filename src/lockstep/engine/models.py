@@ -77,6 +77,8 @@ class Models:
             raise ConfigError(
                 f"run.setup: there is a model named {chosen!r} already: give each another name (name=...)"
             )
+        if "." in chosen:
+            raise ConfigError(f"run.setup: name={chosen!r} has a dot, which stands between a model and its parameters")
         return chosen
 
     def _fingerprint(self, entry: Entry) -> list[int]:
@@ -222,10 +224,7 @@ class Models:
             if model not in frozen or key not in frozen[model].names
         }
         weights = {key: value for key, value in named.items() if isinstance(value, Tensor)}
-        optimizers = {
-            name: by_name(self._strategy.optimizer_state_dict(each), each, self._parameter_names(name))
-            for name, each in self.optimizers.items()
-        }
+        optimizers = {name: self._optimizer_state(name, each) for name, each in self.optimizers.items()}
         for name, waiting in self.gradients.to_save().items():
             names = self._parameter_names(name)
             waiting["values"] = {
@@ -270,17 +269,35 @@ class Models:
         optimizers = state.get("optimizers", {})
         for name, optimizer in self.optimizers.items():
             if name in optimizers:
-                saved = dict(optimizers[name])
-                waiting = saved.pop("gradients", None)
-                saved = by_number(saved, optimizer, self._parameter_names(name), source)
-                self._strategy.load_optimizer_state_dict(optimizer, with_own_kernels(optimizer, saved))
-                if waiting is not None:
-                    self._load_gradients(name, optimizer, waiting)
+                self._load_optimizer(name, optimizer, optimizers[name], source)
+                if "gradients" in optimizers[name]:
+                    self._load_gradients(name, optimizer, optimizers[name]["gradients"])
         averages = state.get("averages", {})
         for name, entry in self.entries.items():
             if entry.average is not None:
                 entry.average.load(averages.get(name), source)
         self._strategy.restored(self.modules, list(self.optimizers.values()))
+
+    def _optimizer_state(self, name: str, optimizer: Optimizer) -> dict[str, Any]:
+        state = by_name(self._strategy.optimizer_state_dict(optimizer), optimizer, self._parameter_names(name))
+        inner = {key: self._optimizer_state(name, each) for key, each in _inner(optimizer).items()}
+        return {**state, "class": type(optimizer).__name__, **({"inner": inner} if inner else {})}
+
+    def _load_optimizer(self, name: str, optimizer: Optimizer, saved: Mapping[str, Any], source: str) -> None:
+        if saved["class"] != type(optimizer).__name__:
+            raise ConfigError(
+                f"{source}: the saved state is that of {saved['class']}, and the optimizer of {name!r} is "
+                f"{type(optimizer).__name__} now: resume with the same, or start a new run with init_from"
+            )
+        state = {key: each for key, each in saved.items() if key not in ("class", "inner", "gradients")}
+        state = by_number(state, optimizer, self._parameter_names(name), source)
+        inner = _inner(optimizer)
+        sharing = [each for each in inner.values() if each.param_groups is optimizer.param_groups]
+        self._strategy.load_optimizer_state_dict(optimizer, with_own_kernels(optimizer, state))
+        for key, each in inner.items():
+            self._load_optimizer(name, each, saved["inner"][key], source)
+        for each in sharing:  # a schedule that changes the rate of one changes that of both
+            each.param_groups = optimizer.param_groups
 
     def _require_trained(self, name: str, saved: Mapping[str, Any], source: str) -> None:
         frozen = self.entries[name].frozen
@@ -313,6 +330,14 @@ class Models:
 
     def _saved_name(self, model: str, key: str) -> str:
         return key if len(self.entries) == 1 else f"{model}.{key}"
+
+
+def _inner(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Returns the optimizers that one keeps as attributes, with states that its own state_dict leaves out (SAM)."""
+    if type(optimizer).state_dict is not Optimizer.state_dict:
+        return {}
+    kept = {key: each for key, each in vars(optimizer).items() if isinstance(each, Optimizer)}
+    return {key: each for key, each in kept.items() if each.state is not optimizer.state}
 
 
 Names = Mapping[int, str]  # by the identity of a parameter

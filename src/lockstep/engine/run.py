@@ -97,10 +97,6 @@ class Run:
         """Returns on all ranks whether the value is true on any."""
         return self._engine.group.any(value, name)
 
-    def all(self, value: bool, name: str = "whether all ranks want to") -> bool:
-        """Returns on all ranks whether the value is true on every one."""
-        return self._engine.group.all(value, name)
-
     def gather(self, value: Value, name: str = "a gathering") -> list[Value]:
         """Returns the values of all ranks, plain data, in rank order."""
         return self._engine.group.gather(value, name)
@@ -212,6 +208,12 @@ class Run:
         comes back for the next one, so that what follows its last batch belongs to it."""
         return self._engine.epochs(None if count is None else whole_number(count, "run.epochs", 0))
 
+    def steps(self, count: int | None) -> Iterator[int]:
+        """Yields the steps still to do, up to `count`, of a loop that makes its own data, as in reinforcement learning.
+        An iteration is a step, whatever optimizers do in it. Between two, the run saves and leaves if it was asked to.
+        """
+        return self._engine.steps(None if count is None else whole_number(count, "run.steps", 0))
+
     def batches(
         self,
         dataset: Dataset[Any] | DataLoader[Any],
@@ -278,9 +280,8 @@ class Run:
     def step(self, optimizer: Optimizer | None = None, closure: Callable[[], object] | None = None) -> bool:
         """Steps an optimizer and clears its gradients; returns False, doing nothing, while micro-batches are missing.
 
-        Several optimizers are stepped one by one; together they are one step of the run. A loop without `batches`
-        saves and leaves here when it is asked to stop. A `closure` is for an optimizer that computes the loss itself
-        (LBFGS, SAM): it calls the model and run.backward on the current batch.
+        Several optimizers are stepped one by one; together they are one step of the run. A `closure` is for an
+        optimizer that computes the loss itself (LBFGS, SAM): it calls the model and run.backward on the current batch.
         """
         return self._engine.step(optimizer, closure)
 

@@ -10,11 +10,16 @@ from lockstep.errors import ConfigError
 class Step:
     """From the first micro-batch of a global batch until the one after its last is asked for. A loop may take
     micro-batches of several sources at once, and step several optimizers for each: it is one step. A step without any
-    micro-batch is that of a loop which brings its own data."""
+    micro-batch is an iteration of run.steps."""
 
-    def __init__(self, dp_size: int = 1) -> None:
+    def __init__(self, dp_size: int = 1, outer: Cursor | None = None) -> None:
+        """In a loop within a loop, the batch of the `outer` source is current as well, and was counted before."""
         self._dp_size = dp_size
         self._current: dict[str, tuple[Cursor, MicroBatch]] = {}  # the last micro-batch of each source
+        self._kept: set[str] = set()  # sources whose batch was counted in another step
+        if outer is not None and outer.micro is not None:
+            self._current[outer.name] = (outer, outer.micro)
+            self._kept.add(outer.name)
         self._micro: MicroBatch | None = None  # the one that was handed out last
         self._only: MicroBatch | None = None  # the same, where there is one source, as in most loops
         self.counted = False  # whether progress has it: an optimizer has stepped
@@ -27,7 +32,9 @@ class Step:
     def take(self, cursor: Cursor, micro: MicroBatch) -> None:
         """Adds a micro-batch, in place of the last one of its source."""
         before = self._current.get(cursor.name)
-        if before is not None and before[1].completes_batch:  # the loop accumulates over batches
+        if cursor.name in self._kept:
+            self._kept.remove(cursor.name)
+        elif before is not None and before[1].completes_batch:  # the loop accumulates over batches
             self._examples_before += before[1].whole
             self._tokens_before += before[1].tokens
         self._current[cursor.name] = (cursor, micro)
@@ -58,7 +65,11 @@ class Step:
     @property
     def was_left(self) -> bool:
         """Whether the loops over its sources were left before an optimizer stepped."""
-        return not self.counted and not self.is_bare and not any(cursor.is_open for cursor, _ in self.micro_batches)
+        return not self.counted and not self.is_bare and not self.has_open_source
+
+    @property
+    def has_open_source(self) -> bool:
+        return any(cursor.is_open for cursor, _ in self.micro_batches)
 
     @property
     def completes_batch(self) -> bool:
@@ -103,19 +114,29 @@ class Step:
         """How many examples a mean over the last micro-batch counts for."""
         return 1 if self._micro is None else self._micro.examples
 
-    def count(self) -> list[MicroBatch]:
-        """Moves the cursors on. Returns the last micro-batches of the global batches it trained on."""
+    def count(self) -> int:
+        """Moves the cursors on. Returns how many batches of their passes are done then, of the one that is farthest."""
         self.counted = True
         for cursor, micro in self._current.values():
             cursor.advance(micro)
-        return [micro for _, micro in self._current.values()]
+        return max((micro.batch + 1 for _, micro in self._current.values()), default=0)
+
+    @property
+    def completes_epoch(self) -> bool:
+        """Whether it trained on the last batch of a source; in a loop within a loop, of both."""
+        last = [micro.completes_epoch for _, micro in self._current.values()]
+        return all(last) if self._kept else any(last)
 
     @property
     def whole(self) -> int:
         """How many examples it was trained on, over all ranks."""
-        return self._examples_before + sum(micro.whole for _, micro in self._current.values())
+        return self._examples_before + sum(each.whole for each in self._counted)
 
     @property
     def tokens(self) -> int:
         """How many tokens these have, where they are counted."""
-        return self._tokens_before + sum(micro.tokens for _, micro in self._current.values())
+        return self._tokens_before + sum(each.tokens for each in self._counted)
+
+    @property
+    def _counted(self) -> list[MicroBatch]:
+        return [micro for name, (_, micro) in self._current.items() if name not in self._kept]

@@ -95,7 +95,7 @@ class Stepper:
         if evaluations is not None:
             evaluations.computed(total, factor, count)
         step.computed()
-        self._gradients.add(step, None if count is None else count * factor)
+        self._gradients.add(step, None if count is None else count * factor, self.loss_scale is not None)
         self._activity.enter("the optimizer")
         self._profiler.enter(None)
 
@@ -165,6 +165,7 @@ class Stepper:
         self._strategy.reshard()
         known = self._finished.get(id(optimizer))
         if known is None or known[0] is not step:
+            self._gradients.require_unchanged()
             self._reduce(parameters, self._gradients.counts_for(optimizer), number)
             known = self._finished[id(optimizer)] = step, self._usable(entry, parameters, number), parameters
         return known[1]

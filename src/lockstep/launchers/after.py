@@ -52,8 +52,10 @@ def config_of(
     folder: Path, wanted: Wanted, order: Mapping[str, Any], overrides: Iterable[str], processes: int | None
 ) -> RunConfig:
     """Returns the config of a run with the overrides and with the order for its model."""
+    from lockstep.config.launch import Launch
     from lockstep.config.load import load
     from lockstep.config.schema import After, Log
+    from lockstep.config.strategy import Strategy
 
     config = load(folder / "config.yaml", overrides)
     step = chosen_step(folder, wanted, config.checkpoint.keep.mode, verify=False)
@@ -64,6 +66,11 @@ def config_of(
         "profile": None,
         "name": f"{config.name or 'run'}-{after.do}",
     }
+    if after.do == "export":  # one plain model on the host
+        update |= {"processes": 1, "runtime": "cpu", "strategy": Strategy(type="single"), "launch": Launch()}
+        update["train"] = config.train.model_copy(
+            update={"compile": False, "precision": "float32", "activation_checkpointing": None, "exact": None}
+        )
     if processes is not None:
         update["processes"] = processes
     return config.model_copy(update=update).with_after(after)

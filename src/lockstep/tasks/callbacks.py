@@ -102,7 +102,8 @@ class UserCallbacks:
         self._asks_after_step = any(
             defines(each, "after_step") and may_return_reason(each, "after_step") for each in callbacks
         )
-        self.reason: str | None = None  # to stop; saved, so that a run that is ended before it has stopped still does
+        # To stop, also one that is none of theirs; saved, so that a run that is ended before it has stopped still does.
+        self.reason: str | None = None
 
     def register_state(self, run: Run) -> None:
         for name, callback in self._named.items():
@@ -110,8 +111,7 @@ class UserCallbacks:
                 run._engine.checkpointer.registered.register(
                     f"callback {name}", _State(name, callback, run), elsewhere="rank 0"
                 )
-        if self._named:
-            run.register_state("callbacks", self)
+        run.register_state("callbacks", self)
 
     def before_training(self, run: Run) -> None:
         self._call("before_training", run)

@@ -5,12 +5,13 @@ One process makes it, of a checkpoint that any number of ranks wrote.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import itertools
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,16 @@ from torch.utils.data import default_collate
 
 from lockstep.checkpoint import reader, tensor_file
 from lockstep.checkpoint.storage import CheckpointStorage
-from lockstep.config.schema import RunConfig
+from lockstep.config.schema import After, RunConfig
 from lockstep.data.loader import batch_fetcher
 from lockstep.data.stream_reader import is_stream
-from lockstep.distributed.group import Group
-from lockstep.engine.models import DEFAULT, Entry, Models
-from lockstep.engine.weights import Frozen, Pretrained, are_left_out, digest_of, is_of_peft, names_of
+from lockstep.engine.run import Run
+from lockstep.engine.weights import is_of_peft
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.runtime.base import seed_generators
-from lockstep.runtime.cpu import CpuRuntime
+from lockstep.record.writers import write_json
 from lockstep.runtime.moving import map_tensors
-from lockstep.strategy.base import Strategy
 from lockstep.tasks.create import create_task
+from lockstep.tasks.evaluate import RESULT_FILE, bring_back, weights_asked_for
 from lockstep.tasks.task import Task, defines
 from lockstep.tasks.trainer import datasets_of
 
@@ -41,23 +40,35 @@ _TARGETS = ("labels", "label", "targets", "target")
 _EXAMPLES = 2  # a batch of one would be taken for a size that never changes
 
 
-def export(
-    config: RunConfig | None, folder: Path, step: int, to: str, out: Path, averages: bool = False, merge: bool = False
-) -> None:
-    """Writes the model of a checkpoint in another form; its weights alone (safetensors) need no config."""
+def export(run: Run, config: RunConfig, after: After) -> dict[str, Any]:
+    """Writes the model of a checkpoint in a form that needs the task: a program, or a folder of Hugging Face."""
+    task = create_task(config.task)
+    task.begin(run, config)
+    bring_back(run, task, config, after, [])
+    if len(run.modules) > 1:
+        raise ConfigError(
+            f"task: model() returned {len(run.modules)} models ({', '.join(run.modules)}): only a single one can be "
+            "exported as a program; --to safetensors writes the weights of all"
+        )
+    model: Any = run.module.eval()
+    write = _write_pretrained if after.to == "hf" else _write_program
+    with weights_asked_for(run, after), _written(Path(str(after.out))) as temporary:
+        if after.merge:
+            if not is_of_peft(model):
+                raise ConfigError(f"--merge: the task's model is a {type(model).__name__} without adapters of peft")
+            model = model.merge_and_unload()
+        write(model, task, config, str(after.to), temporary)
+    write_json(run.folder / RESULT_FILE, {"out": str(after.out), "step": after.step})
+    return {"status": "completed", "metrics": {}}
+
+
+@contextlib.contextmanager
+def _written(out: Path) -> Iterator[Path]:
+    """Gives the name to write to; the file, or folder, gets its own name at the end of the block."""
     temporary = out.with_name(f".partial-{out.name}")
     _remove(temporary)
     try:
-        if config is None:
-            _write_weights(CheckpointStorage(folder / "checkpoints"), step, temporary, averages)
-        else:
-            task = create_task(config.task)
-            model: Any = model_of(config, task, folder, step, averages)
-            if merge:
-                if not is_of_peft(model):
-                    raise ConfigError(f"--merge: the task's model is a {type(model).__name__} without adapters of peft")
-                model = model.merge_and_unload()
-            (_write_pretrained if to == "hf" else _write_program)(model, task, config, to, temporary)
+        yield temporary
         temporary.rename(out)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written: {error.strerror or error}") from None
@@ -65,8 +76,10 @@ def export(
         _remove(temporary)
 
 
-def _write_weights(storage: CheckpointStorage, step: int, out: Path, averages: bool) -> None:
-    """Writes one file of whole tensors, one after the other, whatever number of ranks wrote the checkpoint."""
+def write_weights(folder: Path, step: int, out: Path, averages: bool) -> bool:
+    """Writes one file of whole tensors, one after the other, whatever number of ranks wrote the checkpoint. Returns
+    whether frozen weights are missing in it, as in the checkpoint."""
+    storage = CheckpointStorage(folder / "checkpoints")
     loaded = reader.read(storage, step, slices=True)
     try:
         once: dict[int, tuple[str, Any]] = {}  # of tied weights the first
@@ -75,17 +88,18 @@ def _write_weights(storage: CheckpointStorage, step: int, out: Path, averages: b
         tensors = dict(once.values())
         if averages:
             tensors |= _averages(loaded, storage.path(step), tensors)
-        with out.open("xb") as stream:
+        with _written(out) as temporary, temporary.open("xb") as stream:
             tensor_file.write(stream.write, tensors, {"format": "pt"})
             stream.flush()
             os.fsync(stream.fileno())
+        return bool(loaded.state.get("frozen"))
     finally:
         loaded.close()
 
 
 def _averages(loaded: reader.Loaded, source: Path, weights: Mapping[str, Any]) -> dict[str, Any]:
     if not loaded.state.get("averages"):
-        raise _no_averages(source)
+        raise ConfigError(f"--weights ema: {source} has no averages: the run was not trained with train.ema")
     try:
         one = len(loaded.state["models"]) == 1
         return {
@@ -167,46 +181,6 @@ def _example(task: Task, config: RunConfig, model: nn.Module) -> tuple[tuple[Any
             if name not in _TARGETS and (name in takes or any_name) and isinstance(value, Tensor)
         }
     return (batch[0] if isinstance(batch, (list, tuple)) else batch,), {}
-
-
-def model_of(config: RunConfig, task: Task, folder: Path, step: int, averages: bool = False) -> nn.Module:
-    """Returns the task's model on the host, with the weights of a checkpoint."""
-    runtime = CpuRuntime()
-    seed_generators(runtime, config.seed)
-    made = task.model()
-    if isinstance(made, Mapping):
-        raise ConfigError(
-            f"task: model() returned {len(made)} models ({', '.join(made)}): only a single one can be exported as a "
-            "program; --to safetensors writes the weights of all"
-        )
-    group, strategy = Group(0, 1, timeout=0.0), Strategy(runtime)
-    strategy.fill(made, config.seed, task.init_weights if defines(task, "init_weights") else None)
-    frozen = None
-    if are_left_out(made, config.checkpoint.save):
-        if config.init_from is not None:
-            Pretrained(config.init_from, group, strategy).before_placing(made)
-        names = names_of(made)
-        frozen = Frozen(frozenset(names), digest_of(made, names, group.activity))
-    models = Models(strategy)
-    models.add(Entry(DEFAULT, made, made, None, "float32", None, False, frozen=frozen))
-    storage = CheckpointStorage(folder / "checkpoints")
-    loaded = reader.restore(storage, group, step)
-    assert loaded is not None
-    state = {key: value for key, value in loaded.state.items() if key in ("model_extra", "models", "frozen")}
-    models.load(loaded.model, state, str(storage.path(step)))
-    if averages:
-        saved: Mapping[str, Any] = loaded.state.get("averages") or {}
-        if not saved:
-            raise _no_averages(storage.path(step))
-        with torch.no_grad():
-            for each in saved.values():
-                for name, average in each["weights"].items():
-                    made.get_parameter(name).copy_(average)
-    return made.eval()
-
-
-def _no_averages(source: Path) -> ConfigError:
-    return ConfigError(f"--weights ema: {source} has no averages: the run was not trained with train.ema")
 
 
 def _first_line(error: Exception) -> str:

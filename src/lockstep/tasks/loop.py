@@ -71,8 +71,9 @@ def _after_user_callbacks(run: Run, callbacks: Sequence[Callback], own: UserCall
     *before, saving = callbacks
     reasons = [callback.after_step(run) for callback in before]
     own.after_epoch(run)
+    own.reason = own.reason or next((reason for reason in reasons if reason), None)
     saving.after_step(run)  # last, so that it has everything that was done for the step
-    return own.reason or next((reason for reason in reasons if reason), None)
+    return own.reason
 
 
 def step_of(task: Task) -> Callable[[Run, Task, Any], bool]:

@@ -8,6 +8,7 @@ Where the forward pass takes all ranks together, those that have no part left co
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import logging
@@ -26,9 +27,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.storage import sync_folder
+from lockstep.config.objects import import_object, source_of
 from lockstep.config.schema import After, RunConfig
 from lockstep.data import workers
 from lockstep.data.loader import WorkerFetch, batch_fetcher, check_dataset
+from lockstep.distributed.rollcall.report import source_files
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.evaluation.means import evaluating
@@ -177,7 +180,8 @@ class _Work:
         with self._run.autocast():
             found = self._task.predict(model, self._engine.strategy.move(batch))
         self._engine.runtime.end_of_program()
-        return _columns(found, len(indices), type(self._task).__name__) if len(indices) else None
+        filled = len(self._filled(indices))
+        return _columns(found, len(indices), filled, type(self._task).__name__) if len(indices) else None
 
     def _fetched(self, batches: Sequence[Indices]) -> Generator[Any, None, None]:
         filled = [self._filled(each) for each in batches]
@@ -214,9 +218,15 @@ def _begin(out: Path, config: RunConfig, after: After, count: int) -> str:
     except (manifest.Damaged, manifest.Unreadable):
         checkpoint = None  # reported when it is read, or not on this host
     made_of = [checkpoint, after.model_dump(mode="json"), config.task.model_dump(mode="json"), count]
-    made_of += [config.train.batch_size, config.validation.batch_size, config.train.precision]
+    made_of += [config.train.batch_size, config.validation.batch_size, config.train.precision, config.seed]
+    code = source_files(import_object(source_of(config.task), "task"))
+    made_of += [config.data.model_dump(mode="json"), code.digests]
+    if after.input is not None and (given := Path(after.input)).exists():
+        made_of += [given.stat().st_size, given.stat().st_mtime_ns]
     digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
     folder = out.with_name(f"{out.name}.parts-{digest}")
+    for other in set(out.parent.glob(f"{glob.escape(out.name)}.parts-*")) - {folder}:
+        logger.info("%s is of other code, data or settings, and not used: delete it", other)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -234,8 +244,8 @@ def _require_shared(run: Run, folder: Path) -> None:
         raise ConfigError(f"--out: rank {sees.index(False)} does not see {folder}: name a file on a shared disk")
 
 
-def _columns(found: Any, count: int, task: str) -> dict[str, Any]:
-    """Returns what Task.predict returned for a batch, on the host and cut to the examples that count."""
+def _columns(found: Any, count: int, filled: int, task: str) -> dict[str, Any]:
+    """Returns what Task.predict returned for a batch, on the host and cut from its `filled` size to the examples."""
     if not isinstance(found, Mapping) or not found:
         raise ConfigError(
             f"task: {task}.predict returned a {type(found).__name__}: return columns by name, each with a value per "
@@ -248,10 +258,10 @@ def _columns(found: Any, count: int, task: str) -> dict[str, Any]:
             values = values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
             values = values.cpu().numpy()
         length = len(values) if hasattr(values, "__len__") and getattr(values, "shape", (1,)) != () else None
-        if isinstance(values, str) or length is None or length < count:
+        if isinstance(values, str) or length != filled:
             got = f"{length} values" if length is not None else f"a single {type(values).__name__}"
             raise ConfigError(
-                f"task: {task}.predict returned {got} for {name!r} and a batch of {count} examples: return one value "
+                f"task: {task}.predict returned {got} for {name!r} and a batch of {filled} examples: return one value "
                 "per example"
             )
         columns[str(name)] = values[:count]

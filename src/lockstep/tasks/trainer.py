@@ -98,6 +98,7 @@ def _fit(run: Run, config: RunConfig, task: Task, own: UserCallbacks) -> dict[st
     stopped = train(run, task, datasets["train"], collate, config, callbacks, own, unfinished, order)
     if stopped:
         logger.info("stopped early at step %d: %s", run.progress.step, stopped)
+    own.reason = stopped
     validation.validate(run)
     checkpointing.save(run)
     metrics: dict[str, Any] = dict(validation.latest)

@@ -207,9 +207,6 @@ class Checkpointing(Callback):
         value = latest[name] if name is not None else None
         if self._monitored is not None:
             value = self._monitored(measured)
-        last = run._engine.checkpointer.last
-        if last is not None and (last.step, last.value) == (run.progress.step, value):
-            return  # of this very state, or restored from there
         run.checkpoint(value=value, metrics=latest if measured else {})
 
 

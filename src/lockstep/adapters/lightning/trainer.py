@@ -361,7 +361,7 @@ class _Strategy:
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         run = self._trainer.run
-        return run.all(bool(decision)) if all else run.any(bool(decision))
+        return not run.any(not decision) if all else run.any(bool(decision))
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         return self._trainer.run.gather(value, "a broadcast")[src]
