@@ -169,6 +169,8 @@ class Strategy:
 
     def clip_gradients(self, parameters: Parameters, norm: float) -> Tensor:
         """Scales gradients down to a norm; returns the norm that they had."""
+        if not self.keeps_slices and not any(each.is_sparse for each in gradients_of(parameters)):
+            return torch.nn.utils.clip_grad_norm_(parameters, norm)
         total = self.gradient_norm(parameters)
         multiply_gradients(parameters, torch.clamp(norm / (total + 1e-6), max=1.0))
         return total
