@@ -28,7 +28,7 @@ WORKERS = (0, 2)
 NOTES = """\
 Images: {images} JPEG files of 160 x 160, decoded by Pillow, batches of 32. Text: windows of 512 tokens from a memory
 map of {tokens} million, batches of 64. Tabular: rows of 32 columns and a label in memory (a `TensorDataset`), batches
-of 256. Shuffled; the loaders of others keep their workers (`persistent_workers`) and, on a GPU, pin memory. First
+of 256. Shuffled; the loaders keep their workers (`persistent_workers`) and, on a GPU, pin memory. First
 batch: from making the loader (`run.batches`) to having it. Then the loaders take turns in one process, {rounds} times
 for {seconds:g} s each in a random order, so that a slow moment of the machine hits all alike. Medians; a ratio is that
 of two turns of one round, to torch's loader with as many workers, and in brackets its quartiles. Processor: time that
@@ -129,7 +129,7 @@ def measure(
         return {"first": first, "turns": turns, "processor": {each: used[each] / examples[each] for each in loaders}}
 
     settings: dict[str, Any] = {
-        "data": {"workers": workers},
+        "data": {"workers": workers, "persistent_workers": workers > 0},
         "log": {"every": "1000000 steps"},
         "launch": {"threads": 1},
     }

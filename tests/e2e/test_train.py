@@ -166,7 +166,7 @@ def test_a_scheduler_that_watches_a_metric_waits_for_the_first_validation(projec
 @pytest.mark.requirement("D17")
 def test_every_knob_of_the_data_works(project: Project) -> None:
     data = {"workers": 2, "prefetch": 3, "pin_memory": True, "drop_last": True, "shuffle": False,
-            "split": {"train": 0.7, "val": 0.2, "test": 0.1}}  # fmt: skip
+            "persistent_workers": True, "split": {"train": 0.7, "val": 0.2, "test": 0.1}}  # fmt: skip
     run = project.train(data=data, seed=3)
     assert list(losses(run)) == list(range(1, 11)), "70 examples are 5 full batches of 12, twice"
     assert "test/loss" in summary(run)["metrics"]

@@ -476,8 +476,8 @@ def carries_state(run: lockstep.Run, per_rank: bool = False) -> tuple[list[float
     run.register_state("carried", carried, per_rank=per_rank)
     run.register_state("common", common)
     if not run.restore():
-        carried.hidden += 1.0 + run.rank
-        carried.seen, common.seen = 10 + run.rank, 5
+        carried.hidden += torch.tensor([1.0, 2.0] if run.rank == 0 else [2.0, 1.0])  # the same numbers
+        carried.seen = common.seen = 5
         run.checkpoint()
     return carried.hidden.tolist(), carried.seen, common.seen
 

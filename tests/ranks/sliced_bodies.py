@@ -473,8 +473,12 @@ def apart(run: lockstep.Run, mesh: Mesh, blind: list[int], saving: bool) -> dict
             setup.checkpointer.finish()
         there = run.folder / host / "checkpoints"
         return {"left": sorted(path.name for path in there.glob("[!.]*")) if there.exists() else []}
-    state = setup.checkpointer.restore()
     there = run.folder / host / "checkpoints"
+    killed = there / ".partial-step-00000001-fetched-4194305"  # a copy of a process that cannot be
+    if run.rank == min(blind):
+        killed.mkdir(parents=True)
+    state = setup.checkpointer.restore()
+    assert not killed.exists()
     return {
         "step": state and setup.checkpointer.last.step,  # type: ignore[union-attr]
         "wrong": setup.wrong(),

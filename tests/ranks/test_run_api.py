@@ -83,7 +83,7 @@ def test_an_own_loop_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_state_that_differs_by_rank_is_every_ranks_own_again(tmp_path: Path) -> None:
     run = tmp_path / "run"
     saved = launch(bodies.carries_state, processes=2, folder=run)
-    assert saved == [([1.0, 1.0], 10, 5), ([2.0, 2.0], 11, 5)]
+    assert saved == [([1.0, 2.0], 5, 5), ([2.0, 1.0], 5, 5)]
     assert launch(bodies.carries_state, processes=2, folder=run) == saved
     with pytest.raises(lockstep.ConfigError, match=r"the state of 'carried' differed on the 2 ranks .* per_rank=True"):
         launch(bodies.carries_state, processes=1, folder=run)

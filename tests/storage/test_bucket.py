@@ -86,6 +86,29 @@ def test_half_of_a_checkpoint_is_passed_over_and_makes_room_for_the_next(
     assert Bucket(url).to_try() == ["checkpoints/step-00000006", "checkpoints/step-00000005"]
 
 
+def test_the_only_whole_one_counts_until_its_step_has_been_uploaded_again(
+    url: Url, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(url, tmp_path / "before", 2)
+    again, path = save(tmp_path / "before", 2, 0.5, size=4), "checkpoints/step-00000002"
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "send", lambda *_: pytest.fail("the host is lost here"))
+        with pytest.raises(pytest.fail.Exception):
+            Bucket(url).publish(again, path)
+    assert Bucket(url).to_try() == Bucket(url).to_try(2) == ["checkpoints/kept-step-00000002"]
+    folder = CheckpointStorage(staging.opened(url, "RUN_DIR") / "checkpoints")
+    assert [(each.step, each.value) for each in folder.saved()] == [(2, 2.0)]
+    bucket = Bucket(url)
+    bucket.publish(again, path)
+    assert steps(s3) == ["step-00000002"] and list(Bucket(url).digests()) == [2]
+    fill(url, tmp_path / "before", 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "send", lambda *_: pytest.fail("the host is lost here"))
+        with pytest.raises(pytest.fail.Exception):
+            bucket.publish(save(tmp_path / "before", 3, 0.5), "checkpoints/step-00000003")
+    assert Bucket(url).to_try() == [path], "nothing is copied where another one is whole"
+
+
 def test_where_none_is_whole_nothing_is_begun_anew(url: Url, tmp_path: Path) -> None:
     fill(url, tmp_path / "before", 5)
     Bucket(url).delete(f"checkpoints/step-00000005/{MANIFEST_FILE}")
@@ -348,3 +371,14 @@ def test_rows_arrive_before_the_checkpoint_that_stands_on_them(tmp_path: Path) -
     sync.push(at_most_every=3600.0)
     expected = ["metrics.jsonl of 1 bytes", "metrics.jsonl of 4 bytes", "checkpoints/step-00000004"]
     assert Recording.sent == expected
+    Recording.sent.clear()
+    sync = Uploads(Recording(), tmp_path, Keep(), print)  # type: ignore[arg-type]
+    sync.there[4] = sync._digest(sync.storage.path(4)) or ""
+    for size in (5_000_000, 5_000_001):
+        rows.write_bytes(b"1" * size)
+        save(tmp_path, size)
+        sync.push(at_most_every=0.01)
+    expected = ["metrics.jsonl of 5000000 bytes", "checkpoints/step-05000000", "checkpoints/step-05000001"]
+    assert Recording.sent == expected, "which travels whole, and is not sent so soon again"
+    sync.push()
+    assert Recording.sent == [*expected, "metrics.jsonl of 5000001 bytes"], "but at the end"

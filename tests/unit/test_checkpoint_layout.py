@@ -34,6 +34,7 @@ def test_every_byte_is_written_by_one_rank(ranks: int, apart: bool) -> None:
         item("a", 7, 3),
         item("b", 2, 3, dtype=torch.bfloat16),
         item("flag", 3, dtype=torch.bool, spread=False),
+        item("none", 0, 3),
         item("c", 33, 65),
         item("momentum", 7, 3, kind="state"),
         item("step", kind="state", spread=False),
@@ -52,7 +53,7 @@ def test_every_byte_is_written_by_one_rank(ranks: int, apart: bool) -> None:
     index = made.index()
     models = [file for file in made.files if file.name in index["weight_map"].values()]
     names = {each.entry.tensor for file in models for each in file.items}
-    assert names == {"a", "b", "c", "flag"} and (apart or set(index["weight_map"]) == names)
+    assert names == {"a", "b", "c", "flag", "none"} and (apart or set(index["weight_map"]) == names)
     assert index["metadata"]["total_size"] == 7 * 3 * 4 + 2 * 3 * 2 + 3 + 33 * 65 * 4
     assert [Item.from_plain(json.loads(json.dumps(each.plain()))) for each in items] == items
 

@@ -244,7 +244,7 @@ def test_what_cannot_be_saved_is_told_by_its_path_at_the_save(saver: Savers) -> 
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (torch.eye(2).to_sparse(), "its layout is torch.sparse_coo; only dense tensors can be saved"),
+        (torch.eye(2).to_sparse(), "it is a torch.sparse_coo tensor; only dense tensors can be saved"),
         (torch.zeros(2, dtype=torch.bits8), "its type is torch.bits8, which the safetensors format does not have"),
     ],
 )

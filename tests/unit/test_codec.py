@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +19,12 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import lr_scheduler as schedulers
 
-from lockstep.checkpoint.codec import pack, shared_names, unpack
+from lockstep.checkpoint.codec import from_bytes, pack, shared_names, to_bytes, unpack
+from lockstep.checkpoint.registered import _digest
+from lockstep.checkpoint.tensor_file import memory
 from lockstep.errors import CheckpointError
+
+Point = namedtuple("Point", "x y")
 
 
 def there_and_back(state: Any) -> Any:
@@ -62,6 +66,9 @@ def there_and_back(state: Any) -> Any:
         torch.tensor([True, False]),
         np.arange(6, dtype=np.uint32).reshape(2, 3),
         np.array(3.5),
+        np.int64(3),
+        [np.float32(0.1), np.float64(0.1), np.bool_(True), np.float16("inf")],
+        {np.int64(1): 1, "__metadata__": torch.ones(1)},
         np.arange(6).reshape(2, 3).T,
         np.arange(6)[::-1],
         {"a": [torch.ones(2), {"b": (np.zeros(3), b"x")}], 1: torch.zeros(1)},
@@ -74,15 +81,54 @@ def there_and_back(state: Any) -> Any:
 )
 def test_state_comes_back_as_it_was(state: Any) -> None:
     assert same(there_and_back(state), state)
+    assert same(from_bytes(to_bytes(state)), state), "so it comes to another rank"
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([1 + 2j, 3j]).conj(),
+        torch.tensor([1 + 2j, 3j], dtype=torch.complex128).conj(),
+        torch.tensor([1 + 2j]).conj().imag,
+        torch.ones(2, dtype=torch.complex32),
+        torch.ones(3).to(torch.float8_e4m3fn),
+        torch.ones(3).to(torch.float8_e8m0fnu),
+        torch.ones(1).expand(4),
+        torch.zeros(3, dtype=torch.uint16),
+    ],
+    ids=repr,
+)
+def test_a_tensor_of_any_type_comes_to_another_rank_and_is_digested(tensor: torch.Tensor) -> None:
+    found, expected = from_bytes(to_bytes(tensor)), tensor.resolve_conj().resolve_neg().clone()
+    assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+    assert bytes(memory(found)) == bytes(memory(expected))
+    assert _digest("mine", tensor) == _digest("mine", found)
+
+
+def test_the_digest_of_state_knows_the_place_of_every_number() -> None:
+    first, second = (_digest("mine", {"order": torch.tensor(each)}) for each in ([0, 1, 2], [2, 1, 0]))
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.eye(3).to_sparse(), "it is a torch.sparse_coo tensor; only dense"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested tensor; only dense"),
+        (torch.ones(3, device="meta"), "meta tensor; only dense"),
+        (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "torch.qint8, which the safetensors format"),
+    ],
+)
+def test_a_tensor_that_no_file_can_hold_is_refused_by_name(tensor: torch.Tensor, message: str) -> None:
+    with pytest.raises(CheckpointError, match=f"the state of 'mine': 'a.b' cannot be saved: .*{message}"):
+        _digest("mine", {"a": {"b": tensor}})
 
 
 @pytest.mark.parametrize(
     ("state", "expected"),
     [
         (OrderedDict(b=1, a=2), {"b": 1, "a": 2}),
-        (np.int64(3), 3),
-        (np.float32(0.5), 0.5),
-        (np.bool_(True), True),
+        (np.str_("text"), "text"),
         (torch.Size([2, 3]), (2, 3)),
         (nn.Parameter(torch.ones(2)), torch.ones(2)),
     ],
@@ -126,6 +172,10 @@ def test_any_nesting_comes_back_as_it_was(state: Any) -> None:
         ({"when": np.datetime64("2024-01-01")}, "when", "date"),
         ({"names": np.array(["a", "b"])}, "names", "array"),
         ({"objects": np.array([object()])}, "objects", "array"),
+        ({"wide": np.ones(2, np.longdouble)}, "wide", "array"),
+        ({"wide": np.longdouble(1)}, "wide", "longdouble"),
+        ({"a": defaultdict(int, b=1)}, "a", "defaultdict"),
+        ({"a": [Point(1, 2)]}, "a.0", "Point"),
         (object(), "state", "object"),
     ],
 )

@@ -21,9 +21,10 @@ from lockstep.config.load import validate
 from lockstep.config.schema import RunConfig
 from lockstep.config.training import Ordering
 from lockstep.data.batches import GlobalBatches, MicroBatch
-from lockstep.data.loader import Loader, batch_fetcher, check_dataset
+from lockstep.data.loader import BatchFetcher, Loader, check_dataset
 from lockstep.data.order import CustomOrder, Sequential, Shuffled, make_order
-from lockstep.data.permutation import First, Indices, Split, split_dataset
+from lockstep.data.permutation import First, Indices, Part, Split, split_dataset
+from lockstep.data.seeding import _numpy
 from lockstep.data.workers import Loading
 from lockstep.errors import ConfigError
 from lockstep.tasks.trainer import limited
@@ -312,12 +313,12 @@ DICTIONARIES = OneByOne(lambda index: {"x": torch.ones(2) * index, "name": f"n{i
 def test_a_batch_is_what_torchs_loader_would_make_of_it(dataset: Any, collate: Any) -> None:
     for indices in ([0, 5, 3], [7], [*range(20)]):
         (expected,) = DataLoader(dataset, batch_sampler=[indices], collate_fn=collate)
-        assert same(batch_fetcher(dataset, collate)(np.array(indices)), expected)
+        assert same(BatchFetcher(dataset, collate)(np.array(indices)), expected)
 
 
 def test_batches_are_copies_that_may_be_changed() -> None:
     tensor = torch.zeros(4, 2)
-    batch = batch_fetcher(TensorDataset(tensor))(np.array([0, 1]))
+    batch = BatchFetcher(TensorDataset(tensor))(np.array([0, 1]))
     batch[0].add_(1)
     assert torch.equal(tensor, torch.zeros(4, 2))
 
@@ -352,11 +353,46 @@ def test_workers_give_the_batches_that_are_given_here() -> None:
     plan = GlobalBatches(20, 6, rank=1, world_size=2, accumulate=2)
     here = Loader(DICTIONARIES, plan)
     workers = Loader(DICTIONARIES, plan, loading=Loading(workers=2))
-    for epoch, start in [(0, 0), (1, 0), (1, 2)]:  # the second epoch is fetched by the workers of the first
+    for epoch, start in [(0, 0), (1, 0), (1, 2)]:
         assert same(fetched(workers, epoch, start), fetched(here, epoch, start))
-    assert len(multiprocessing.active_children()) == 2
-    workers.close()
+        wait_for_no_children()
+
+
+class Changing(OneByOne):
+    """Data that a loop changes from epoch to epoch: a curriculum, hard examples, a transform."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda index: self.level)
+        self.level = 0
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (1, True)])
+def test_a_dataset_that_changes_between_passes_is_fetched_as_it_is_then(workers: int, persistent: bool) -> None:
+    data, found = Changing(), []
+    loader = Loader(data, GlobalBatches(12, 12), loading=Loading(workers, persistent=persistent))
+    for data.level in (3, 4):
+        found += [batch.unique().tolist() for _, batch in loader.epoch(0)]
+    assert found == [[3], [3 if persistent else 4]], "workers that stay keep their dataset, as torch's"
+    assert len(multiprocessing.active_children()) == persistent
+    loader.close()
     wait_for_no_children()
+
+
+def test_tensors_and_subsets_that_change_are_fetched_as_they_are() -> None:
+    tensors: Any = TensorDataset(torch.arange(8))
+    subset = Subset(tensors, [1, -1])
+    part = Part(subset, Split(2, {"all": 1.0}, 0, in_order=True), "all")
+    loader = Loader(part, GlobalBatches(2, 2, shuffle=False))
+    found = [loader.first()[1][0].tolist()]
+    subset.indices = [2, 3]
+    found.append(loader.first()[1][0].tolist())
+    tensors.tensors = (torch.arange(8) + 100,)
+    found += [batch[0].tolist() for _, batch in loader.epoch(0)]
+    subset.indices.reverse()
+    found += [batch[0].tolist() for _, batch in loader.epoch(1)]
+    subset.dataset = TensorDataset(torch.arange(4, device="meta"))
+    assert found == [[1, 7], [2, 3], [102, 103], [103, 102]]
+    assert loader.first()[1][0].is_meta, "also where it is on a device"
 
 
 class Late(OneByOne):
@@ -429,6 +465,19 @@ def test_training_keeps_the_spare_normal_number_that_numpy_holds() -> None:
         noise(Noisy())
         found.append(np.random.randn())
     assert found == expected
+    assert _numpy._spare is not None, "read in place, since every look takes as long as fetching a batch"
+
+
+def test_a_spare_normal_number_is_kept_where_a_loop_seeds_with_the_same_number_again() -> None:
+    np.random.seed(0)
+    expected = np.random.randn(2).tolist()
+    np.random.seed(0)
+    np.random.rand(2)  # as many words as a normal number takes, and no second one
+    noise(Noisy())
+    np.random.seed(0)
+    found = [np.random.randn()]
+    noise(Noisy())
+    assert [*found, np.random.randn()] == expected
 
 
 def test_training_keeps_another_bit_generator_of_numpys() -> None:
@@ -547,7 +596,7 @@ def test_the_first_examples_are_those_of_the_dataset_or_of_its_part(make: Callab
     data = make(TensorDataset(torch.arange(40.0)))
     first = First(data, 7)
     assert len(first) == 7 and [float(first[place][0]) for place in range(7)] == list(range(7))
-    assert batch_fetcher(first)(np.array([6, 0]))[0].tolist() == [6.0, 0.0]
+    assert BatchFetcher(first)(np.array([6, 0]))[0].tolist() == [6.0, 0.0]
     with pytest.raises(IndexError):
         first[7]
     part = split_dataset(data, {"train": 0.5, "val": 0.5}, seed=1)["val"]

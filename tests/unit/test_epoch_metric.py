@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
+from lockstep.checkpoint.codec import from_bytes, to_bytes
 from lockstep.data.batches import GlobalBatches
 from lockstep.data.loader import Loader
-from lockstep.engine.exchange import decode, encode
 from lockstep.errors import ConfigError
 from lockstep.evaluation.means import measure_sums
 from lockstep.runtime.cpu import CpuRuntime
@@ -61,7 +61,7 @@ def measured(task: lockstep.Task, batch_size: int, world_size: int, fill: bool =
             lambda batch: {}, Loader(data, plan).epoch(0), lambda batch: batch,
             collect=lambda micro, batch, into=collected: into.take(micro, task.outputs(model, batch)),  # type: ignore
         )  # fmt: skip
-        parts.append(decode(encode(collected.part())))
+        parts.append(from_bytes(to_bytes(collected.part())))
     whole = epoch_metrics_of_task(task, runtime)
     assert whole is not None
     return whole.computed(parts)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, random_split
@@ -92,6 +93,34 @@ def test_a_save_after_an_automatic_one_of_the_same_step_has_its_value_and_what_c
     assert manifest(tmp_path, 4)["value"] == 1.0
     state = json.loads((tmp_path / "checkpoints" / "step-00000004" / "state.json").read_text())["state"]
     assert state["attached"]["scheduler"]["last_epoch"] == 2
+
+
+def test_a_step_is_saved_again_where_weights_or_buffers_have_changed_since(new_run: Runs, tmp_path: Path) -> None:
+    run = new_run()
+    model = nn.BatchNorm1d(1)
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    found: list[Any] = []
+
+    def save() -> None:
+        run.checkpoint()
+        file = tmp_path / "checkpoints" / "step-00000000" / "model.safetensors"
+        found.append((file.stat().st_ino, load_file(file)))
+
+    save()
+    save()
+    model.running_mean += 1.0  # type: ignore[operator]
+    save()
+    run = new_run()
+    model = nn.BatchNorm1d(1)
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run.restore()
+    save()
+    model.load_state_dict({**model.state_dict(), "weight": torch.full((1,), 3.0)})
+    save()
+    files, states = zip(*found, strict=True)
+    assert files[0] == files[1] != files[2] == files[3] != files[4], "written only where something has changed"
+    assert [each["running_mean"].item() for each in states] == [0.0, 0.0, 1.0, 1.0, 1.0]
+    assert [each["weight"].item() for each in states][3:] == [1.0, 3.0]
 
 
 def test_an_automatic_save_does_not_take_away_what_a_checkpoint_is_judged_by(new_run: Runs, tmp_path: Path) -> None:
@@ -619,6 +648,23 @@ def test_what_is_attached_after_the_restore_is_restored(new_run: Runs) -> None:
     late = ExponentialLR(other, 0.5)
     second.register_state("mine", late)
     assert late.last_epoch == 1
+
+
+def test_what_was_not_attached_again_is_saved_again(new_run: Runs) -> None:
+    late = None
+    for number in range(3):
+        run = new_run()
+        _, optimizer = set_up(run)
+        run.restore()
+        if number != 1:
+            late = ExponentialLR(optimizer, 0.5)
+            run.register_state("mine", late)
+        for (batch,) in walk(run, numbered(4), 2):
+            step(run, batch)
+            if late is not None and number == 0:
+                late.step()
+        run.checkpoint()
+    assert late is not None and late.last_epoch == 2
 
 
 def test_a_row_has_the_learning_rate_of_its_step(new_run: Runs, tmp_path: Path) -> None:

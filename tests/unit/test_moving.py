@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
 from lockstep.runtime.cpu import CpuRuntime
-from lockstep.runtime.moving import map_tensors, moved, tensors_of
+from lockstep.runtime.moving import map_tensors, moved, pinned, tensors_of
 from lockstep.strategy.base import Strategy
 
 META = torch.device("meta")  # a device that is not the CPU, on every machine
@@ -99,6 +99,11 @@ def test_a_mapping_that_cannot_be_changed_becomes_a_dict() -> None:
 def test_what_knows_how_to_move_is_asked_to() -> None:
     assert moved([Graph(ONE)], META)[0].nodes.device == META
     assert moved(["text", 3, None, Graph], META) == ["text", 3, None, Graph]
+
+
+def test_only_what_is_on_the_host_is_pinned() -> None:
+    there = moved([ONE, {"a": ONE}], META)
+    assert pinned(there)[0] is there[0]
 
 
 def test_a_packed_sequence_can_be_unpacked_afterwards() -> None:

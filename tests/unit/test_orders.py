@@ -22,7 +22,7 @@ from conftest import TASK_FILE
 from lockstep.config.schema import After, RunConfig
 from lockstep.config.training import Data
 from lockstep.data.batches import GlobalBatches
-from lockstep.data.loader import Loader, batch_fetcher
+from lockstep.data.loader import BatchFetcher, Loader
 from lockstep.data.order import Buckets, CustomOrder, Order, Shuffled, Weighted, choose
 from lockstep.data.permutation import SORTED_UP_TO, Part, Permutation, Split, split_dataset
 from lockstep.data.workers import Loading
@@ -127,9 +127,9 @@ def test_a_part_is_fetched_as_a_subset_would_be() -> None:
     part = split_dataset(data, {"train": 0.5, "val": 0.5}, 1)["val"]
     assert isinstance(part, Part)
     places = np.array([5, 0, 40_000])
-    (fetched,) = batch_fetcher(part)(places)
+    (fetched,) = BatchFetcher(part)(places)
     assert fetched.tolist() == part.whole(places).tolist() == [part[place][0].item() for place in (5, 0, 40_000)]
-    assert batch_fetcher(part, len)(places) == 3
+    assert BatchFetcher(part, len)(places) == 3
     assert part[-1] == part[len(part) - 1]
     with pytest.raises(IndexError):
         part[len(part)]

@@ -117,6 +117,15 @@ def test_parts_of_a_dataset_that_come_and_go_are_not_taken_for_each_other(new_ru
     assert found == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
+def test_a_list_that_grows_is_measured_as_it_is(new_run: Runs) -> None:
+    run, data = new_run(), [[torch.tensor(0.0)]]
+    found = []
+    for n in range(3):
+        found.append(run.evaluate(mean_of, data, 2)["mean"])
+        data.append([torch.tensor(float(n + 1))])
+    assert found == [0.0, 0.5, 1.0]
+
+
 def test_one_dataset_may_be_collated_in_several_ways(new_run: Runs) -> None:
     run, data = new_run(), TensorDataset(torch.arange(4.0))
 

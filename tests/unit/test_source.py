@@ -187,6 +187,19 @@ def test_a_generator_belongs_to_one_loader_and_what_changes_is_taken_again(new_r
     assert plain(run.batches(weighted, name="four")) == [[5.0] * 4] * 2
 
 
+@pytest.mark.parametrize("how", [{"shuffle": True}, {"shuffle": True, "generator": drawn}, {}])
+def test_a_list_that_grows_between_epochs_is_taken_again(how: dict[str, Any], new_run: Callable[..., Run]) -> None:
+    by_the_loader, found = how != {"shuffle": True}, list[Any]()
+    for walk in (new_run().batches, iter):
+        data = [torch.tensor(float(number)) for number in range(6)]
+        loader = DataLoader(data, 2, **{name: value() if callable(value) else value for name, value in how.items()})
+        for _ in range(3):
+            epoch = plain(walk(loader))
+            found.append(epoch if by_the_loader else sorted(number for batch in epoch for number in batch))
+            data.append(torch.tensor(float(len(data))))
+    assert found[:3] == found[3:]
+
+
 def test_a_loader_made_where_it_is_used_has_its_own_order(new_run: Callable[..., Run]) -> None:
     expected = plain(DataLoader(Numbers(), 4, shuffle=True, generator=drawn()))
     assert plain(new_run().batches(DataLoader(Numbers(), 4, shuffle=True, generator=drawn()))) == expected

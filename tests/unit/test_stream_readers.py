@@ -6,6 +6,7 @@ import io
 import json
 import random
 import tarfile
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,6 +40,23 @@ class Numbers(IterableDataset[Any]):
     def __iter__(self) -> Iterator[float]:
         for number in range(self.count):
             yield number + (random.random() / 2 if self.draws else 0.0)
+
+
+class Tensors(Numbers):
+    """The same as tensors; counts those that somebody holds."""
+
+    held = most = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for each in super().__iter__():
+            found = torch.tensor(each)
+            weakref.finalize(found, self._let_go)
+            self.held += 1
+            self.most = max(self.most, self.held)
+            yield found
+
+    def _let_go(self) -> None:
+        self.held -= 1
 
 
 class Stateful(Numbers):
@@ -270,6 +288,9 @@ def test_what_has_none_is_read_from_the_start_and_says_so(caplog: pytest.LogCapt
         again = passes(Numbers(1000), 1, start=50, saved={"kind": "whole", "places": [place]})[0]
     assert "300 examples that are done already are read again and discarded" in caplog.text
     assert portions_of(again, 1)[0] == [[300.0, 301.0, 302.0, 303.0, 304.0, 305.0]]
+    tensors = Tensors(1000)
+    portions_of(passes(tensors, 1, start=50, saved={"kind": "whole", "places": [place]})[0], 1)
+    assert tensors.most < 30, "nothing that is discarded is held"
     shorter = passes(Numbers(200), 1, start=50, saved={"kind": "whole", "places": [place]})[0]
     with pytest.raises(ConfigError, match=r"300 examples of shard 0 were done .* ends after 200"):
         portions_of(shorter, 1)

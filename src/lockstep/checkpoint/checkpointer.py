@@ -22,7 +22,7 @@ from lockstep.config.schema import Checkpoint
 from lockstep.distributed.group import Group
 from lockstep.runtime.base import Runtime, generator_states, restore_generators
 from lockstep.strategy.base import Strategy
-from lockstep.strategy.fingerprint import check_replicas
+from lockstep.strategy.fingerprint import check_replicas, marks_of_weights
 from lockstep.strategy.slices import read_like, slice_of
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ _LOOK_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Last:
-    """The newest save: its step, its value, and the state it had beside its tensors."""
+    """The newest save: its step and its value, and what this rank had that can change between two steps."""
 
     step: int
     value: float | None
@@ -86,13 +86,15 @@ class Checkpointer:
         """Saves the run; `position` is where it is in its data, `state` the rest that the run itself knows. A step that
         is saved already is saved again where something has changed since. An automatic save keeps the value of the one
         before."""
+        self._group.activity.enter("saving")
+        self.equalize_buffers()
+        key = self._key(position)
         if self.last is not None and self.last.step == step:
             if automatic:
                 value, metrics = self.last.value, self.last.metrics
-            if self._group.agree(lambda: self._is_saved(position, value), f"whether step {step} is saved already"):
+            same = key is not None and (key, value) == (self.last.key, self.last.value)
+            if self._group.all(same, f"whether step {step} is saved already"):
                 return
-        self._group.activity.enter("saving")
-        self.equalize_buffers()
         generators = {**generator_states(self._runtime), "place": list(self._strategy.place_of_generators)}
         message = {"generators": generators, "moved": self._weights.moved(), "attached": self.registered.digests()}
         states = self.compared(message, "generator states", step)
@@ -107,7 +109,6 @@ class Checkpointer:
                 self._writer.save(step, weights, whole, about)
             else:  # what is spread over hosts is fetched by all of them together
                 self._writer.fetch(weights, whole)
-        key = self._key(position) if self._group.rank == 0 else None
         self.last = Last(step, value, dict(metrics or {}), key)
 
     def restore(self, step: int | None = None, best: bool = False) -> dict[str, Any] | None:
@@ -152,7 +153,7 @@ class Checkpointer:
 
     def restored_to(self, position: Mapping[str, Any]) -> None:
         """The run has loaded its part of the state: what it would save now is what is saved already."""
-        if self.last is not None and self._group.rank == 0:
+        if self.last is not None:
             self.last = replace(self.last, key=self._key(position))
 
     def compared(self, message: dict[str, Any], name: str, step: int) -> list[dict[str, Any]]:
@@ -199,13 +200,9 @@ class Checkpointer:
         """On a mesh of one, a rank has the whole of sharded tensors, too."""
         return self._runtime.fetch([each if (found := slice_of(each)) is None else found.tensor for each in tensors])
 
-    def _is_saved(self, position: Mapping[str, Any], value: float | None) -> bool:
-        """Whether saving again would write the same: nothing but tensors can have changed, and steps change those."""
-        assert self.last is not None
-        has_tensors = self.registered.without_tensors()[1]
-        return self.last.key == self._key(position) and self.last.value == value and not has_tensors
-
-    def _key(self, position: Mapping[str, Any]) -> str:
-        """What can change between two steps, without its tensors, as text to compare."""
-        attached, _ = self.registered.without_tensors()
-        return json.dumps([codec.pack([dict(position), self._weights.hyperparameters()])[0], attached], sort_keys=True)
+    def _key(self, position: Mapping[str, Any]) -> str | None:
+        """What this rank has that can change between two steps, as text; None where it cannot be compared."""
+        attached, has_tensors = self.registered.without_tensors()
+        marks = marks_of_weights(self._strategy, self._weights.modules)
+        plain = codec.pack([dict(position), self._weights.hyperparameters()])[0]
+        return None if has_tensors or marks is None else json.dumps([plain, attached, marks], sort_keys=True)

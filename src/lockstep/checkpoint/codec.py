@@ -4,6 +4,7 @@ path."""
 from __future__ import annotations
 
 import base64
+import json
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.checkpoint import tensor_file
 from lockstep.errors import CheckpointError
 from lockstep.strategy.slices import Stored
 
@@ -33,9 +35,10 @@ def unpack(tree: Any, tensors: Mapping[str, torch.Tensor | Stored]) -> Any:
         tag, body = next(iter(tree.items()))
         if tag == "$tensor":
             return tensors[body]
-        if tag == "$array":
+        if tag in ("$array", "$scalar"):
             found = tensors[body]
-            return (found.whole() if isinstance(found, Stored) else found).numpy()
+            array = (found.whole() if isinstance(found, Stored) else found).numpy()
+            return array[()] if tag == "$scalar" else array
         if tag == "$bytes":
             return base64.b64decode(body)
         if tag == "$tuple":
@@ -44,6 +47,20 @@ def unpack(tree: Any, tensors: Mapping[str, torch.Tensor | Stored]) -> Any:
             pairs = {unpack(key, tensors): unpack(value, tensors) for key, value in body}
             return Counter(pairs) if tag == "$counter" else pairs
     return {key: unpack(value, tensors) for key, value in tree.items()}
+
+
+def to_bytes(state: Any) -> bytes:
+    """Encodes state for another rank."""
+    tree, tensors = pack(state)
+    tensor_file.check_types("state", tensors)
+    text, parts = json.dumps(tree).encode(), list[memoryview]()
+    tensor_file.write(parts.append, {name: each.cpu() for name, each in tensors.items()})
+    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
+
+
+def from_bytes(data: bytes) -> Any:
+    end = 8 + int.from_bytes(data[:8], "little")
+    return unpack(json.loads(data[8:end]), tensor_file.read(memoryview(data)[end:]))
 
 
 def shared_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -62,32 +79,34 @@ def shared_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def _pack(value: Any, path: str, tensors: Tensors) -> Any:
+    dtype = value.dtype if isinstance(value, (np.ndarray, np.generic)) else None
+    if dtype is not None and dtype.kind in "biuf" and dtype.isnative and dtype.itemsize <= 8:  # as torch has them
+        tag = "$scalar" if isinstance(value, np.generic) else "$array"
+        return {tag: _keep(torch.from_numpy(np.array(value)), path, tensors)}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor):
         return {"$tensor": _keep(value.detach(), path, tensors)}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.isnative:
-        return {"$array": _keep(torch.from_numpy(value.copy()), path, tensors)}
-    if isinstance(value, np.generic) and isinstance(value.item(), (bool, int, float, str, bytes)):
-        return _pack(value.item(), path, tensors)
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, list):
         return [_pack(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
         return {"$tuple": [_pack(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]}
-    if isinstance(value, Mapping):
+    if isinstance(value, Counter) or (isinstance(value, Mapping) and not hasattr(type(value), "__missing__")):
         return _pack_mapping(value, path, tensors)
+    plain = "dict" if isinstance(value, Mapping) else "tuple" if isinstance(value, tuple) else None
+    remedy = f". A {plain} would come back: return {plain}(...) of it" if plain else ""
     raise CheckpointError(
         f"{path or 'state'}: a value of type {type(value).__name__} cannot be saved: only tensors, numbers, text, "
-        f"bytes, lists, tuples and mappings can (got {value!r})"
+        f"bytes, lists, tuples and mappings can (got {value!r}){remedy}"
     )
 
 
 def _keep(tensor: torch.Tensor, path: str, tensors: Tensors) -> str:
     """Keeps a tensor under its path, or one like it: `a.b` may also be a key with a dot in it."""
     name = path
-    while name in tensors:
+    while name in tensors or name == "__metadata__":  # which the format of files has for itself
         name += "'"
     tensors[name] = tensor
     return name

@@ -135,7 +135,8 @@ def _apart(items: Sequence[Item], blocks: Mapping[str, Mapping[int, Block]], ran
     for kind in (MODEL, STATE):
         written: dict[int, list[Item]] = {}
         for item in (each for each in items if each.kind == kind):
-            for rank, block in blocks[item.key].items():
+            empty = {0: Block((0,) * len(item.entry.shape), item.entry.shape)}  # which nobody writes, but a file names
+            for rank, block in (blocks[item.key] or empty).items():
                 mine = _piece(item, block)
                 pieces.setdefault(mine.key, {})[rank] = Block((0,) * len(block.size), block.size)
                 written.setdefault(rank, []).append(mine)

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 # What is read or written, and digested, at once.
 PIECE_BYTES = 4 * 1024 * 1024
-# Shorter rows are read together with what is between them: a call for each would cost more.
-_SHORT_ROW = 16 * 1024
 # What is digested at once when it was not written just now: so much stays near the processor.
 _DIGEST_BYTES = 1024 * 1024
 
@@ -77,14 +75,10 @@ def chopped(ranges: Iterable[Range], most: int = PIECE_BYTES) -> Iterator[Range]
 def fill(descriptor: int, ranges: Iterable[Range], memory: memoryview) -> None:
     """Reads these bytes of a file into memory. Raises EOFError where the file is too short."""
     done = 0
-    for each in chopped(ranges):
-        target = memory[done : done + each.bytes]
-        done += each.bytes
-        if each.rows == 1 or each.length >= _SHORT_ROW:
-            for row in range(each.rows):
-                _read(descriptor, target[row * each.length : (row + 1) * each.length], each.begin + row * each.stride)
-        else:
-            _read_rows(descriptor, each, target)
+    for begin, length, stride, rows in ranges:
+        for row in range(rows):
+            _read(descriptor, memory[done : done + length], begin + row * stride)
+            done += length
 
 
 def put(descriptor: int, ranges: Iterable[Range], memory: memoryview, seen: Callable[[memoryview], object]) -> None:
@@ -106,20 +100,6 @@ def digest(descriptor: int, ranges: Iterable[Range], progress: Callable[[], obje
         found.update(piece[: each.bytes])
         progress()
     return found.hexdigest()
-
-
-def _read_rows(descriptor: int, rows: Range, target: memoryview) -> None:
-    """Reads short rows in longer pieces, together with what is between them."""
-    import numpy as np
-    from numpy.lib.stride_tricks import as_strided
-
-    together = max(1, PIECE_BYTES // rows.stride)
-    between = memoryview(bytearray((min(together, rows.rows) - 1) * rows.stride + rows.length))
-    for first in range(0, rows.rows, together):
-        count = min(together, rows.rows - first)
-        _read(descriptor, between[: (count - 1) * rows.stride + rows.length], rows.begin + first * rows.stride)
-        found = as_strided(np.frombuffer(between, np.uint8), (count, rows.length), (rows.stride, 1))
-        np.frombuffer(target, np.uint8).reshape(-1, rows.length)[first : first + count] = found
 
 
 def _read(descriptor: int, memory: memoryview, position: int) -> None:

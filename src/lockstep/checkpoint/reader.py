@@ -41,6 +41,9 @@ Value = TypeVar("Value")
 # What stays on the disk until those who know what they need of it ask for it; all else of the state is read at once.
 _READ_LATER = ("optimizers", "optimizer", "averages", "attached")
 
+# The copy of a checkpoint on a host that does not have it, followed by the process that made it.
+_FETCHED = ".partial-{}-fetched-"
+
 # What rank 0 reads and sends at once to hosts that do not have the checkpoint.
 _PIECE_BYTES = 8 * 1024 * 1024
 
@@ -281,7 +284,11 @@ def _fetched(folder: Path, meta: dict[str, Any], copies: list[_Copy], group: Gro
     if group.rank == 0:
         logger.info("%s is not on the disk of the host of %s: it goes there from rank 0", folder.name,
                     ranks_text(receivers))  # fmt: skip
-    place = folder.with_name(f".partial-{folder.name}-fetched-{os.getpid()}") if group.rank in receivers else None
+    place = folder.with_name(f"{_FETCHED.format(folder.name)}{os.getpid()}") if group.rank in receivers else None
+    if place is not None:
+        for left in place.parent.glob(_FETCHED.format("*") + "*"):
+            if left == place or not _is_running(left.name.rpartition("-")[2]):  # it was killed while it read
+                shutil.rmtree(left, ignore_errors=True)
     try:
         places = group.gather(str(place) if place else None, f"where {folder.name} goes")
         _together(group, lambda: _stream(folder, place, meta, receivers, group), f"whether {folder.name} came through")
@@ -335,6 +342,16 @@ def _stream(folder: Path, place: Path | None, meta: dict[str, Any], receivers: l
             os.close(descriptor)
     if problem is not None:
         raise problem
+
+
+def _is_running(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, ValueError, OverflowError):
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
 
 
 def _new_file(file: Path) -> int:

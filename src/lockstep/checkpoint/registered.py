@@ -8,14 +8,11 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol
 
-import safetensors.torch
-import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint import codec
+from lockstep.checkpoint import codec, tensor_file
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
-from lockstep.strategy.fingerprint import fingerprint
 from lockstep.strategy.slices import is_spread, read_like
 
 logger = logging.getLogger(__name__)
@@ -69,12 +66,13 @@ class RegisteredState:
             self._load(name, self._unclaimed.pop(name))
 
     def digests(self) -> dict[str, str]:
-        """Returns digests that are equal where the states are."""
-        return {name: _digest(part.state_dict()) for name, (part, _) in self._parts.items()}
+        """Returns digests that are equal where the states are; one rank alone compares nothing."""
+        parts = self._parts if self._group.world_size > 1 else {}
+        return {name: _digest(name, part.state_dict()) for name, (part, _) in parts.items()}
 
     def states(self, digests: list[Mapping[str, str]]) -> dict[str, Any]:
         """Returns what is saved, by name; `digests` are those of all ranks."""
-        found: dict[str, Any] = {}
+        found = dict(self._unclaimed)
         for name, (part, _) in self._parts.items():
             if len({of_rank.get(name) for of_rank in digests}) == 1:
                 found[name] = part.state_dict()
@@ -82,8 +80,8 @@ class RegisteredState:
             if name not in self._reported and self._group.rank == 0:
                 logger.info("the state of %r differs by rank: checkpoints hold that of every rank", name)
             self._reported.add(name)
-            packed = self._group.rendezvous(f"the state of {name!r}", _to_bytes(part.state_dict()))
-            found[name] = {_OF_RANKS: [_from_bytes(state) for state in packed]}
+            packed = self._group.rendezvous(f"the state of {name!r}", codec.to_bytes(part.state_dict()))
+            found[name] = {_OF_RANKS: [codec.from_bytes(state) for state in packed]}
         return found
 
     def without_tensors(self) -> tuple[dict[str, Any], bool]:
@@ -123,22 +121,11 @@ class RegisteredState:
         part.load_state_dict(read_like(state, part.state_dict() if self._slices else None))
 
 
-def _digest(state: Any) -> str:
+def _digest(name: str, state: Any) -> str:
     tree, tensors = codec.pack(state)
     if any(is_spread(each) for each in tensors.values()):
         return ""  # every rank has its part of it, and saves that
-    facts = [(name, str(each.dtype), list(each.shape)) for name, each in tensors.items()]
-    text = json.dumps([tree, facts, fingerprint(tensors)], sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _to_bytes(state: Any) -> bytes:
-    tree, tensors = codec.pack(state)
-    here = {name: each.to("cpu", copy=True).contiguous() for name, each in tensors.items()}
-    return safetensors.torch.save(here, {"tree": json.dumps(tree)})
-
-
-def _from_bytes(data: bytes) -> Any:
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    tensors: dict[str, torch.Tensor] = safetensors.torch.load(data)
-    return codec.unpack(json.loads(header["__metadata__"]["tree"]), tensors)
+    tensor_file.check_types(f"the state of {name!r}", tensors)
+    found = hashlib.blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=8)
+    tensor_file.write(found.update, {key: each.cpu() for key, each in tensors.items()})
+    return found.hexdigest()

@@ -1,9 +1,16 @@
-"""Decides which checkpoints to keep: pure functions of what is there."""
+"""Decides which checkpoints to keep, and which is the best, by what is there."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from lockstep import run_files
+from lockstep.config.yaml_text import parse_yaml
 
 
 @dataclass(frozen=True)
@@ -13,6 +20,16 @@ class Saved:
     step: int
     value: float | None = None  # the metric that best is judged by
     whole: bool = True  # as far as its manifest and the sizes of its files tell
+
+
+def mode_of(folder: Path) -> str:
+    """Returns whether the best checkpoint of a run has the lowest or the highest value, as far as its config says."""
+    for file in ("config.yaml", "launch.yaml"):  # of a run with a task, and with a custom loop
+        with contextlib.suppress(OSError, yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError):
+            given = parse_yaml(run_files.read_text(folder / file))
+            if given.get("settings", given)["checkpoint"]["keep"]["mode"] == "max":
+                return "max"
+    return "min"
 
 
 def best_first(saved: Sequence[Saved], mode: str) -> list[Saved]:

@@ -35,7 +35,7 @@ from lockstep.checkpoint import layout as layouts
 from lockstep.checkpoint.layout import Block, File, Item, Layout
 from lockstep.checkpoint.manifest import INDEX_FILE, PARTS_FILE, TREE_FILE
 from lockstep.checkpoint.storage import CheckpointStorage
-from lockstep.checkpoint.writer import Writer, check_types, wait_for_copies, write_text
+from lockstep.checkpoint.writer import Writer, wait_for_copies, write_text
 from lockstep.config.plain import finite
 from lockstep.config.schema import Checkpoint
 from lockstep.distributed.group import Group
@@ -278,7 +278,7 @@ def _held(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, _Held]:
     for name, tensor in tensors.items():
         found = slice_of(tensor)
         local = tensor if found is None else found.tensor
-        check_types(kind, {name: local})
+        tensor_file.check_types(kind, {name: local})
         entry = tensor_file.entry_of(name, local.dtype, local.shape if found is None else found.shape)
         stored = tensor_file.stored_form(local)
         offset = (0,) * stored.dim() if found is None else (*found.offset, *((0,) if entry.pairs else ()))

@@ -5,21 +5,18 @@ Pickles are not read: they can run code, and no part of a tensor can be read by 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
-import yaml
-
 from lockstep import run_files
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.manifest import INDEX_FILE, MANIFEST_FILE, MODEL_FILE, TREE_FILE, Damaged, Unreadable
+from lockstep.checkpoint.retention import mode_of
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.checkpoint.tensor_file import WRONG_CONTENT, OpenFiles
 from lockstep.config.plain import read_text
-from lockstep.config.yaml_text import parse_yaml
 from lockstep.distributed.activity import Activity
 from lockstep.errors import ConfigError
 
@@ -131,16 +128,6 @@ def _open_checkpoint(folder: Path, source: Source, checked: bool = False) -> Non
     source.tensors |= {name: source.tensors[first] for name, first in shared.items() if first in source.tensors}
     source.without_frozen = frozen
     source.described = f"{folder} (a checkpoint, step {meta['step']})"
-
-
-def mode_of(folder: Path) -> str:
-    """Returns whether the best checkpoint of a run has the lowest or the highest value, as far as its config says."""
-    for file in ("config.yaml", "launch.yaml"):  # of a run with a task, and with a custom loop
-        with contextlib.suppress(OSError, yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError):
-            given = parse_yaml(run_files.read_text(folder / file))
-            if given.get("settings", given)["checkpoint"]["keep"]["mode"] == "max":
-                return "max"
-    return "min"
 
 
 def _index(file: Path) -> dict[str, list[str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,17 +26,22 @@ from lockstep.errors import CheckpointError
 from lockstep.strategy.slices import Stored
 
 
-def unsupported(tensor: Tensor) -> str | None:
-    """Returns why a file cannot hold this tensor, or None."""
-    if tensor.layout is not torch.strided:
-        return f"its layout is {tensor.layout}; only dense tensors can be saved"
-    if tensor.dtype not in _codes() and not tensor.is_complex():
-        return f"its type is {tensor.dtype}, which the safetensors format does not have"
-    return None
+def check_types(part: str, tensors: Mapping[str, Tensor]) -> None:
+    """Refuses tensors that a file cannot hold."""
+    for name, tensor in tensors.items():
+        problem = None
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+            kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else tensor.layout
+            problem = f"it is a {kind} tensor; only dense tensors can be saved"
+        elif tensor.dtype not in _codes() and not tensor.is_complex():
+            problem = f"its type is {tensor.dtype}, which the safetensors format does not have"
+        if problem is not None:
+            raise CheckpointError(f"{part}: {name!r} cannot be saved: {problem}")
 
 
 def stored_form(tensor: Tensor) -> Tensor:
     """A tensor as a file holds it: the same memory, and pairs for complex numbers of a type that the format lacks."""
+    tensor = tensor.resolve_conj().resolve_neg()
     return torch.view_as_real(tensor) if _needs_pairs(tensor.dtype) else tensor
 
 
@@ -59,6 +65,16 @@ def write(
         send(memory(stored_form(each.whole() if isinstance(each, Stored) else each).contiguous()))
 
 
+def read(data: memoryview) -> dict[str, Tensor]:
+    """Returns the tensors of a file that is in memory."""
+    found: dict[str, Tensor] = {}
+    for entry in read_header(io.BytesIO(data[: 8 + int.from_bytes(data[:8], "little")]), len(data)):
+        tensor = torch.empty(entry.shape, dtype=dtype_of(entry))
+        memory(tensor)[:] = data[entry.begin : entry.begin + entry.nbytes]
+        found[entry.name] = torch.view_as_complex(tensor) if entry.pairs else tensor
+    return found
+
+
 def dtype_of(entry: Entry) -> torch.dtype:
     """The type of an entry's numbers; raises KeyError or ValueError where there is none."""
     dtype = {code: dtype for dtype, code in _codes().items()}[entry.dtype]
@@ -69,7 +85,8 @@ def dtype_of(entry: Entry) -> torch.dtype:
 
 def memory(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the host, without a copy."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    # Not by reshape(-1): a tensor of one number is contiguous whatever its stride.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _needs_pairs(dtype: torch.dtype) -> bool:

@@ -159,8 +159,8 @@ class WholeWriter(Writer):
 
     def _take(self, step: int, model: Mapping[str, Tensor], state: Any, about: Mapping[str, Any]) -> Callable[[], None]:
         model, tree, tensors = self.fetch(model, state)
-        check_types("model", model)
-        check_types("state", tensors)
+        tensor_file.check_types("model", model)
+        tensor_file.check_types("state", tensors)
         shared = codec.shared_names(model)
         snapshot = Snapshot(
             step=step,
@@ -234,13 +234,6 @@ def delete_old(store: CheckpointStorage, step: int, keep: Keep) -> None:
     store.link_best(best[0].step if best else None)
     for old in to_delete(ours, keep.last, keep.best, keep.mode):
         store.delete(old)
-
-
-def check_types(part: str, tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        problem = tensor_file.unsupported(tensor)
-        if problem is not None:
-            raise CheckpointError(f"{part}: {name!r} cannot be saved: {problem}")
 
 
 def wait_for_copies(tensors: list[Tensor]) -> None:

@@ -150,7 +150,7 @@ def export(
         if merge:
             raise ConfigError("--merge: safetensors has the weights as the checkpoint has them: use --to hf")
         folder = after.run_folder_of(run_dir, needs_task=False)
-        from lockstep.checkpoint.sources import mode_of
+        from lockstep.checkpoint.retention import mode_of
 
         chosen = chosen_step(folder, Wanted(step, best), mode_of(folder), verify=False)
         from lockstep.tasks.export import write_weights

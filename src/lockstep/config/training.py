@@ -291,6 +291,7 @@ class Data(Section):
     workers: int = Field(0, ge=0, le=1024)
     pin_memory: bool | None = Field(None, description="use page-locked host memory; null: with CUDA")
     prefetch: int | None = Field(None, gt=0, le=10_000, description="batches that each worker fetches in advance")
+    persistent_workers: bool = Field(False, description="keep workers from pass to pass, with the dataset of the first")
     drop_last: bool = False
     shuffle: bool = Field(True, description="false means order: sequential")
     shuffle_buffer: int | None = Field(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from lockstep.config.training import Data
 from lockstep.data import workers
@@ -24,8 +23,6 @@ from lockstep.runtime.moving import pinned
 
 Collate = Callable[[list[Any]], Any]
 
-Fetch = Callable[..., Any]  # of indices and their Seeds; without any, random numbers are not seeded
-
 # Datasets that are evaluated come and go; the loaders of so many are kept.
 _KEPT_FOR_EVALUATION = 4
 _SHOWN = 32  # examples in a message
@@ -39,7 +36,7 @@ class Seeds(NamedTuple):
 
 
 class Loader:
-    """Fetches micro-batches. Worker processes, where there are any, live until close()."""
+    """Fetches micro-batches. Worker processes, where there are any, end with the pass or live until close()."""
 
     def __init__(
         self,
@@ -51,15 +48,15 @@ class Loader:
     ) -> None:
         """Loaders of another `source` draw other random numbers."""
         self.dataset, self.collate, self.plan, self._source = dataset, collate, plan, source
-        self._fetch = batch_fetcher(dataset, collate)
-        self._loading = loading or Loading()
-        self._keys = _Keys()
-        self._worker_loader: DataLoader[Any] | None = None
+        self._loading, self._fetch = loading or Loading(), BatchFetcher(dataset, collate)
+        self._keys: Iterator[Any] = iter(())  # what the workers are to fetch next
+        self._open: list[DataLoader[Any]] = []  # those whose workers run
 
     def epoch(self, epoch: int, start: int | Position = 0) -> Iterator[tuple[MicroBatch, Any]]:
-        if self._loading.workers:
-            return self._from_workers(epoch, start)
-        return self._from_here(epoch, start)
+        """Yields the micro-batches of a pass over the dataset as it is then: loops change it between two passes."""
+        self._fetch.within.clear()
+        micros = ((micro, self._seeds(micro, epoch)) for micro in self.plan.micro_batches(epoch, start))
+        return self._from_workers(micros) if self._loading.workers else self._from_here(micros)
 
     @property
     def fetches_ahead(self) -> bool:
@@ -67,71 +64,81 @@ class Loader:
         return self._loading.workers > 0
 
     def first(self) -> tuple[MicroBatch, Any]:
+        self._fetch.within.clear()
         micro = next(iter(self.plan.micro_batches(0)))
         return micro, self._fetch(micro.indices, self._seeds(micro, 0))
 
-    def _from_here(self, epoch: int, start: int | Position) -> Iterator[tuple[MicroBatch, Any]]:
+    def _from_here(self, micros: Iterator[tuple[MicroBatch, Seeds]]) -> Iterator[tuple[MicroBatch, Any]]:
         pin = self._loading.pin_memory and torch.cuda.is_available()
-        for micro in self.plan.micro_batches(epoch, start):
-            batch = self._fetch(micro.indices, self._seeds(micro, epoch))
+        for micro, seeds in micros:
+            batch = self._fetch(micro.indices, seeds)
             yield micro, (pinned(batch) if pin else batch)
 
-    def _from_workers(self, epoch: int, start: int | Position) -> Iterator[tuple[MicroBatch, Any]]:
+    def _from_workers(self, micros: Iterator[tuple[MicroBatch, Seeds]]) -> Iterator[tuple[MicroBatch, Any]]:
         asked: deque[MicroBatch] = deque()  # of the workers, and not handed out yet
-        self._keys.next_ones = self._asking(epoch, start, asked)
-        if self._worker_loader is None:
-            fetcher = WorkerFetch(batch_fetcher(self.dataset, self.collate, in_worker=True))
-            self._worker_loader = workers.loader(fetcher, self._loading, sampler=self._keys)
-        for batch in workers.fetched(self._worker_loader, type(self.dataset).__name__):
-            yield asked.popleft(), batch.unpacked() if isinstance(batch, Packed) else batch
-        assert not asked, f"the workers did not fetch {len(asked)} micro-batches"
 
-    def _asking(self, epoch: int, start: int | Position, asked: deque[MicroBatch]) -> Iterator[Any]:
-        """Yields what the workers are to fetch, as they get to it."""
-        for micro in self.plan.micro_batches(epoch, start):
-            asked.append(micro)
-            yield micro.indices, self._seeds(micro, epoch)
+        def asking() -> Iterator[Any]:
+            for micro, seeds in micros:
+                asked.append(micro)
+                yield micro.indices, seeds
+
+        self._keys = asking()
+        if not (self._loading.persistent and self._open):
+            fetcher = BatchFetcher(self.dataset, self.collate, in_worker=True)
+            self._open.append(workers.loader(fetcher, self._loading, sampler=self))
+        loader = self._open[-1]
+        try:
+            for batch in workers.fetched(loader, type(self.dataset).__name__):
+                yield asked.popleft(), batch.unpacked() if isinstance(batch, Packed) else batch
+            assert not asked, f"the workers did not fetch {len(asked)} micro-batches"
+        finally:
+            if not self._loading.persistent:
+                self._open = [each for each in self._open if each is not loader]
+                workers.end(loader, at_once=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields what workers fetch in the next pass: this is the sampler of their DataLoader."""
+        return self._keys
 
     def _seeds(self, micro: MicroBatch, epoch: int) -> Seeds:
         assert micro.positions is not None
         return Seeds((self.plan.seed, self._source, epoch), micro.positions)
 
     def close(self, at_once: bool = False) -> None:
-        loader, self._worker_loader = self._worker_loader, None
-        if loader is not None:
-            workers.end(loader, at_once)
+        while self._open:
+            workers.end(self._open.pop(), at_once)
 
 
-def batch_fetcher(dataset: Dataset[Any], collate: Collate | None = None, in_worker: bool = False) -> Fetch:
-    """Returns a function from indices to a batch, by the fastest way that the dataset offers.
+class BatchFetcher(Dataset[Any]):
+    """Fetches batches by the fastest way that the dataset offers.
 
     Tensors are indexed at once; a dataset with `__getitems__` is asked for all examples in one call; any other is asked
-    for one example at a time, as torch's DataLoader does.
-    """
-    if isinstance(dataset, Part):
-        return partial(_fetch_part, dataset, batch_fetcher(dataset.dataset, collate, in_worker))
-    if collate is None and type(dataset) is Subset and type(dataset.dataset) in (TensorDataset, Subset):
-        within = np.asarray(dataset.indices, dtype=np.int64)
-        within = np.where(within < 0, within + len(dataset.dataset), within)  # type: ignore[arg-type]
-        return partial(_fetch_within, within, batch_fetcher(dataset.dataset, None, in_worker))
-    if collate is None and type(dataset) is TensorDataset:
-        return partial(_fetch_tensors, dataset.tensors)
-    return _Examples(dataset, collate, in_worker)
-
-
-class _Examples:
-    """Fetches examples by the dataset's code, with the random numbers of each seeded by its position.
+    for one example at a time, as torch's DataLoader does, with the random numbers of each seeded by its position.
 
     Seeding takes longer than fetching a row in memory. So only those generators are seeded that the first batch drew
     from, and a later batch that draws from another one is fetched again with that one seeded, too.
     """
 
-    def __init__(self, dataset: Any, collate: Collate | None, in_worker: bool) -> None:
-        self._dataset, self._collate, self._in_worker = dataset, collate, in_worker
-        self._together = _fetches_together(dataset)
-        self._draws_from: set[str] | None = set() if self._together else None  # None: not known yet
+    def __init__(self, dataset: Any, collate: Collate | None = None, in_worker: bool = False) -> None:
+        self._whole, self._collate, self._in_worker = dataset, collate, in_worker
+        self._draws_from: set[str] | None = None  # not known yet
+        self.within: dict[int, Indices] = {}  # of the subsets of this pass
 
     def __call__(self, indices: Indices, seeds: Seeds | None = None) -> Any:
+        """Returns a batch; without seeds, random numbers are not seeded."""
+        dataset: Any = self._whole
+        while isinstance(dataset, Part):
+            indices, dataset = dataset.whole(indices), dataset.dataset
+        if self._collate is None:
+            while type(dataset) is Subset and type(dataset.dataset) in (TensorDataset, Subset):
+                if id(dataset) not in self.within:
+                    found = np.asarray(dataset.indices, dtype=np.int64)
+                    self.within[id(dataset)] = np.where(found < 0, found + len(dataset.dataset), found)  # type: ignore[arg-type]
+                indices, dataset = self.within[id(dataset)][indices], dataset.dataset
+            if type(dataset) is TensorDataset:
+                chosen = torch.from_numpy(indices)
+                return [tensor.index_select(0, chosen.to(tensor.device)) for tensor in dataset.tensors]
+        self._dataset, self._together = dataset, _fetches_together(dataset)
         numbers = indices.tolist()
         if seeds is None:
             return self._collated(self._all(numbers), numbers)
@@ -141,12 +148,19 @@ class _Examples:
                 seed_by((COLLATING, *seeds.of_epoch, int(seeds.positions[0])))
             return self._collated(examples, numbers)
 
+    def __getitem__(self, key: tuple[Any, ...]) -> Any:
+        """For a worker: returns an error in place of the batch."""
+        try:
+            return self(*key)
+        except Exception as error:
+            return FromWorker.of(error)
+
     def _seeded(self, numbers: list[int], seeds: Seeds, states: States) -> Any:
-        if self._draws_from is None:
+        if self._draws_from is None and not self._together:
             self._draws_from = set()
             return [self._first(number, key, self._draws_from) for number, key in _keyed(numbers, seeds)]
         while True:
-            chosen = self._draws_from
+            chosen = self._draws_from or set()
             examples = self._each(numbers, seeds, chosen) if chosen else self._all(numbers)
             others = set(states.moved()) - chosen
             if not others:
@@ -227,22 +241,6 @@ def _fetches_together(dataset: Any) -> bool:
     return callable(getattr(dataset, "__getitems__", None))
 
 
-# Plain functions, not lambdas: worker processes that are spawned receive them pickled.
-
-
-def _fetch_part(part: Part, fetch: Fetch, indices: Indices, seeds: Seeds | None = None) -> Any:
-    return fetch(part.whole(indices), seeds)
-
-
-def _fetch_within(within: Indices, fetch: Fetch, indices: Indices, seeds: Seeds | None = None) -> Any:
-    return fetch(within[indices], seeds)
-
-
-def _fetch_tensors(tensors: tuple[torch.Tensor, ...], indices: Indices, seeds: Seeds | None = None) -> Any:
-    chosen = torch.from_numpy(indices)
-    return [tensor.index_select(0, chosen) for tensor in tensors]
-
-
 def check_dataset(dataset: Any, name: str) -> int:
     """Returns the number of examples; refuses what is not map-style or is empty."""
     if (
@@ -258,29 +256,6 @@ def check_dataset(dataset: Any, name: str) -> int:
     if count == 0:
         raise ConfigError(f"{name} is a dataset of length 0: it needs examples")
     return count
-
-
-class _Keys(Sampler[Any]):
-    """What the workers are to fetch next; replaced for each epoch, so that the workers can stay."""
-
-    def __init__(self) -> None:
-        self.next_ones: Iterator[Any] = iter(())
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.next_ones
-
-
-class WorkerFetch(Dataset[Any]):
-    """Fetches in a worker; returns an error in place of the batch."""
-
-    def __init__(self, fetch: Fetch) -> None:
-        self._fetch = fetch
-
-    def __getitem__(self, key: tuple[Any, ...]) -> Any:
-        try:
-            return self._fetch(*key)
-        except Exception as error:
-            return FromWorker.of(error)
 
 
 class Loaders:
@@ -299,7 +274,7 @@ class Loaders:
         self._rank, self._world_size, self._seed, self._leaves = rank, world_size, seed, leaves
         self._fill, self._multiple = runtime.fixed_shapes, multiple
         pin = runtime.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
-        self.loading = Loading(settings.workers, pin, settings.prefetch)
+        self.loading = Loading(settings.workers, pin, settings.prefetch, settings.persistent_workers)
         self._training: dict[str, Loader] = {}
         self._evaluating: dict[tuple[int, int, bool], Loader] = {}
 
@@ -335,13 +310,15 @@ class Loaders:
         self, dataset: Dataset[Any], batch_size: int, collate: Collate | None, *, alone: bool = False
     ) -> Loader:
         """Returns a loader apart from those of training: the same data may be evaluated in the middle of an epoch."""
+        plan = self.plan(dataset, batch_size, alone=alone, shuffle=False)
         # A loader holds on to its dataset, so that no other one can come to have the same id.
         key = (id(dataset), batch_size, alone)
         known = self._evaluating.pop(key, None)
         if known is None or known.collate != collate:
             if known is not None:
                 known.close()
-            known = Loader(dataset, self.plan(dataset, batch_size, alone=alone, shuffle=False), collate, self.loading)
+            known = Loader(dataset, plan, collate, self.loading)
+        known.plan = plan
         self._evaluating[key] = known
         while len(self._evaluating) > _KEPT_FOR_EVALUATION:
             self._evaluating.pop(next(iter(self._evaluating))).close()
@@ -373,11 +350,8 @@ def one_ahead(
     if first is None:
         return
     yield first[0], begin(first[1])
-    coming: tuple[MicroBatch, Any] | None = None
-    for micro, batch in micros:
-        begun = micro, begin(batch)
-        if coming is not None:
-            yield coming
-        coming = begun
-    if coming is not None:
-        yield coming
+    begun = ((micro, begin(batch)) for micro, batch in micros)
+    coming = next(begun, None)
+    while coming is not None:
+        ready, coming = coming, next(begun, None)
+        yield ready

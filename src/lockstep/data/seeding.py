@@ -14,7 +14,6 @@ import random
 import sys
 import threading
 from array import array
-from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -70,7 +69,7 @@ class States(NamedTuple):
     def now(cls) -> States:
         bits = mtrand.get_bit_generator()
         words = bytes(_numpy.words(bits))
-        spare = _numpy.has_spare(words)
+        spare = _numpy.has_spare()
         whole = np.random.get_state(legacy=False) if spare or not words else None
         return cls(_python.state(), (bits, words, spare), torch.default_generator.get_state(), whole)
 
@@ -92,7 +91,7 @@ class States(NamedTuple):
             mtrand.set_bit_generator(bits)
         if self.whole is not None:
             np.random.set_state(self.whole)
-        elif bytes(_numpy.words(bits)) != words:
+        elif bytes(_numpy.words(bits)) != words or _numpy.has_spare():
             key, position = np.frombuffer(words[:-4], np.uint32), int.from_bytes(words[-4:], sys.byteorder)
             np.random.set_state(("MT19937", key, position, 0, 0.0))
 
@@ -148,7 +147,15 @@ class _Numpy:
     def __init__(self) -> None:
         self._bits: Any = None
         self._words = memoryview(b"")
-        self._without_a_spare: deque[bytes] = deque(maxlen=8)  # words when there was none: training's, those of streams
+        self._spare: ctypes.c_int | None = None  # whether there is one; None where it is not where we look for it
+        known: Any = np.random.RandomState(1)
+        known.standard_normal()
+        held = np.float64(known.get_state(legacy=False)["gauss"]).tobytes()
+        place = ctypes.string_at(id(known), np.random.RandomState.__basicsize__).find(held) - len(held)
+        if place > 0:
+            flag = ctypes.c_int.from_address(id(known) + place)
+            if (flag.value, known.standard_normal(), flag.value)[::2] == (1, 0):
+                self._spare = ctypes.c_int.from_address(id(mtrand._rand) + place)
 
     def words(self, bits: Any) -> memoryview:
         """Returns the memory of a Mersenne twister; of any other bit generator, nothing."""
@@ -157,14 +164,9 @@ class _Numpy:
             self._bits, self._words = bits, _memory(bits.ctypes.state_address) if twister else memoryview(b"")
         return self._words
 
-    def has_spare(self, words: bytes) -> bool:
-        """Whether it holds a number. It can only where something was drawn since it held none: slow looks are rare."""
-        if words and words in self._without_a_spare:
-            return False
-        found = bool(np.random.get_state(legacy=False)["has_gauss"])
-        if not found:
-            self._without_a_spare.append(words)
-        return found
+    def has_spare(self) -> bool:
+        """Whether it holds a number: the words do not tell, since a generator may be seeded anew in between."""
+        return bool(np.random.get_state(legacy=False)["has_gauss"] if self._spare is None else self._spare.value)
 
 
 _python, _numpy = _Python(), _Numpy()

@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 _MOST_PASSES = 100  # over its data that a sampler may make in an epoch: one that repeats for ever does not end
 
 _taken: weakref.WeakKeyDictionary[DataLoader[Any], tuple[Any, Source]] = weakref.WeakKeyDictionary()
-# The generators that samplers draw from, with their state at first and the loader that has them.
-_generators: dict[int, tuple[torch.Generator, torch.Tensor, Any]] = {}
+# The generators that samplers draw from, with their states by epoch and the loader that has them.
+_generators: dict[int, tuple[torch.Generator, dict[int, torch.Tensor], Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,9 @@ def taken(loader: DataLoader[Any], seed: int, workers: bool = True) -> Source:
     batches: Any = loader.batch_sampler
     sampler = getattr(batches, "sampler", batches)
     weights = getattr(sampler, "weights", None)
-    made_of = (seed, loader.dataset, loader.collate_fn, sampler, None if weights is None else digest(weights), workers)
+    count = None if is_stream(loader.dataset) else len(loader.dataset)  # type: ignore[arg-type]
+    drawn_by = sampler, None if weights is None else digest(weights)
+    made_of = (seed, loader.dataset, count, loader.collate_fn, *drawn_by, workers)
     known = _taken.get(loader)
     if known is None or not all(
         one is other or (isinstance(one, (int, str)) and one == other)
@@ -123,7 +125,8 @@ def _take(loader: DataLoader[Any], seed: int, workers: bool) -> Source:
     dataset: Any = loader.dataset
     collate: Any = None if loader.collate_fn is default_collate else loader.collate_fn
     batches: Any = loader.batch_sampler
-    loading = Loading(loader.num_workers, loader.pin_memory, loader.prefetch_factor) if loader.num_workers else None
+    given = Loading(loader.num_workers, loader.pin_memory, loader.prefetch_factor, loader.persistent_workers)
+    loading = given if loader.num_workers else None
     order: Order | None = None
     if is_stream(dataset):
         size, drop_last, name = int(loader.batch_size or 0), loader.drop_last, "the stream"
@@ -187,10 +190,9 @@ class _Samples:
         # Whether the loader draws the seed of its workers from the same generator, in every epoch or once.
         self._draws_seed = self._generator is not None and loader.generator is self._generator
         self._draws_once = loader.persistent_workers
-        self._states: dict[int, torch.Tensor] = {}
         if self._generator is not None:
-            now = (self._generator, self._generator.get_state(), weakref.ref(loader))
-            _, self._states[0], other = _generators.setdefault(id(self._generator), now)
+            now = (self._generator, {0: self._generator.get_state()}, weakref.ref(loader))
+            _, self._states, other = _generators.setdefault(id(self._generator), now)
             if other() is not loader:
                 raise ConfigError(
                     f"DataLoader: the generator of {self._name} belongs to another DataLoader, too, so what it draws "
@@ -213,7 +215,7 @@ class _Samples:
             if self._draws_seed and not (self._draws_once and each > 0):
                 torch.empty((), dtype=torch.int64).random_(generator=self._generator)
             found = self._drawn(each)
-            self._states[each + 1] = self._generator.get_state()
+            self._states.setdefault(each + 1, self._generator.get_state())  # the data may have grown since
         return found
 
     def _drawn(self, epoch: int) -> list[Any]:

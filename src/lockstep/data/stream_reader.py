@@ -301,7 +301,7 @@ class StreamReader:
                     load_generators(self._random)
             self._generators = States.now()
         if self._state is None and self._read:
-            found = len(self._examples(self._read, before=0))
+            found = len(self._examples(self._read, before=0, keep=False))
             if found < self._read:
                 raise self._shorter(self._read, found)
         self._read_chunk()
@@ -329,14 +329,16 @@ class StreamReader:
             key = [SHUFFLING, *self._key(self._read)]
             self._chunk = [self._chunk[index] for index in sorted_words(len(self._chunk), *key)]
 
-    def _examples(self, count: int, before: int) -> list[Any]:
-        """Returns the next examples of the piece, after `before` others; its code draws from the piece's generators."""
+    def _examples(self, count: int, before: int, keep: bool = True) -> list[Any]:
+        """Returns the next examples of the piece, after `before` others; its code draws from the piece's generators.
+
+        Without `keep`, nothing is held in place of each: there may be more than fit into memory."""
         assert self._opened is not None
         with generators_kept():
             self._generators.restore()
             found: list[Any] = []
             try:
-                found.extend(islice(self._opened.examples, count))
+                found.extend(each if keep else None for each in islice(self._opened.examples, count))
             except Exception as error:
                 error.add_note(f"reading on after {self.first(before + len(found))}")
                 raise

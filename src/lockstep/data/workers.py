@@ -12,14 +12,14 @@ import math
 import multiprocessing
 import pickle
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.queues import Queue
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data._utils import signal_handling
 
 from lockstep.distributed.from_worker import FromWorker
@@ -39,10 +39,11 @@ class Loading:
     workers: int = 0
     pin_memory: bool = False
     prefetch: int | None = None
+    persistent: bool = False  # whether workers of data with an index stay for the passes that follow
 
 
 def loader(
-    dataset: Dataset[Any], loading: Loading, count: int = 0, sampler: Sampler[Any] | None = None
+    dataset: Dataset[Any], loading: Loading, count: int = 0, sampler: Iterable[Any] | None = None
 ) -> DataLoader[Any]:
     """Makes a DataLoader whose `count` workers return whole batches; they live until `end`."""
     return DataLoader(

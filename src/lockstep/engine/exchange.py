@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
 
 from lockstep.checkpoint import codec
 from lockstep.distributed.group import Group
@@ -15,17 +13,16 @@ from lockstep.errors import CheckpointError, ConfigError
 
 # The limit of a wait is for one piece, not for everything that a rank has.
 _PIECE_BYTES = 64 * 2**20
-_LENGTH_BYTES = 8
 
 
 def gather_to_rank_0(group: Group, value: Any, is_dp_leader: bool, name: str) -> list[Any]:
     """Returns the values of all dp leaders in rank order on rank 0, and nothing on other ranks. All ranks call it."""
     if group.world_size == 1:
         return [value]
-    mine = encode(value) if is_dp_leader and group.rank != 0 else b""
+    mine = codec.to_bytes(value) if is_dp_leader and group.rank != 0 else b""
     sizes = group.gather(len(mine), f"how much of {name} every rank has")
     if group.rank == 0:
-        received = [decode(_receive(group, rank, size, name)) for rank, size in enumerate(sizes) if size]
+        received = [codec.from_bytes(_receive(group, rank, size, name)) for rank, size in enumerate(sizes) if size]
         return [value, *received] if is_dp_leader else received
     for start in range(0, len(mine), _PIECE_BYTES):
         piece = bytearray(mine[start : start + _PIECE_BYTES])
@@ -47,8 +44,8 @@ def gather_places(
     for place, name in zip(places, names, strict=True):
         require_plain(place, name)
     found: list[list[Any]] = [[None] * dp_size for _ in places]
-    for message in group.rendezvous("where every rank is in its streams", encode([dp_rank, list(places)])):
-        sender, sent = decode(message)
+    for message in group.rendezvous("where every rank is in its streams", codec.to_bytes([dp_rank, list(places)])):
+        sender, sent = codec.from_bytes(message)
         for stream, place in enumerate(sent):
             if found[stream][sender] is None:  # ranks with the same dp rank are at the same place
                 found[stream][sender] = place
@@ -64,27 +61,3 @@ def require_plain(place: Any, name: str) -> None:
             f"{name}: what its state_dict() returns cannot be saved: {error}. Return plain data, from which "
             "load_state_dict finds the place again"
         ) from None
-
-
-def encode(value: Any) -> bytes:
-    tree, tensors = codec.pack(value)
-    header = json.dumps(tree).encode()
-    # Copies, since safetensors refuses tensors that share memory; under numbers, since a name may be anything here.
-    names = {str(index): each for index, each in enumerate(tensors)}
-    body = save({number: tensors[name].detach().cpu().contiguous().clone() for number, name in names.items()})
-    known = json.dumps(names).encode()
-    return b"".join(
-        part for each in (header, known, body) for part in (len(each).to_bytes(_LENGTH_BYTES, "little"), each)
-    )
-
-
-def decode(message: bytes) -> Any:
-    parts, at = [], 0
-    while at < len(message):
-        size = int.from_bytes(message[at : at + _LENGTH_BYTES], "little")
-        parts.append(message[at + _LENGTH_BYTES : at + _LENGTH_BYTES + size])
-        at += _LENGTH_BYTES + size
-    header, known, body = parts
-    found = load(body)
-    names: Mapping[str, str] = json.loads(known)
-    return codec.unpack(json.loads(header), {name: found[number] for number, name in names.items()})

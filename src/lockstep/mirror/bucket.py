@@ -28,6 +28,7 @@ from lockstep.mirror.url import SCHEMES, Url
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
+_KEPT = "kept-"  # before the name of the only whole checkpoint, copied while its step is uploaded again
 # Of one request, which the caller repeats if the service does not answer.
 _CONNECT_SECONDS, _ANSWER_SECONDS = 10, 60
 _LONG = 8 * 1024 * 1024  # bytes of a file, so that it is sent in parts
@@ -60,6 +61,7 @@ class Bucket:
         self._branch: dict[str, Any] = {"base": sys.maxsize}  # where this writer resumed
         self._sent: dict[str, str] = {}  # files of checkpoints that were sent -> the digest of their checkpoint
         self._manifests: dict[int, dict[str, Any]] = {}  # those that nobody but the holder of the lease changes
+        self._places: dict[int, str] = {}  # the path of the checkpoint of each step
 
     # Files
 
@@ -142,7 +144,7 @@ class Bucket:
                 raise CheckpointError(
                     f"{self.url}: there is no whole checkpoint of step {step} (steps with one: {there})"
                 )
-            return [_path(step)]
+            return [self._places[step]]
         if looked and not whole:
             problems = "; ".join(f"{step_name(number)}: {problem}" for number, problem in looked.items())
             raise CheckpointError(
@@ -150,7 +152,7 @@ class Bucket:
                 f"({problems}). Put back a good one; to start over on purpose, move or delete them"
             )
         chosen = best_first(whole, mode) if best else whole[::-1]
-        return [_path(each.step) for each in chosen]
+        return [self._places[each.step] for each in chosen]
 
     def digests(self) -> dict[int, str]:
         """Returns the digests of the whole checkpoints by step."""
@@ -164,10 +166,12 @@ class Bucket:
 
     def publish(self, folder: Path, path: str) -> None:
         """Sends a checkpoint, so that it counts only once all of it is there."""
-        entry = manifest.read(folder)
-        self._forget(step_of(path))
-        self.delete(f"{path}/{MANIFEST_FILE}")  # of the same step, saved before
-        there = self._listed(path)
+        entry, there = manifest.read(folder), self._listed(path)
+        if f"{path}/{MANIFEST_FILE}" in there:  # of the same step, saved before
+            if [each.step for each in self._look().values() if isinstance(each, Saved)] == [step_of(path)]:
+                self._copy(path, _kept(path))
+            self.delete(f"{path}/{MANIFEST_FILE}")
+        self._manifests.pop(step_of(path), None)
         for name in manifest.files(entry):
             file, size = f"{path}/{name}", entry["files"][name]["bytes"]
             if self._sent.get(file) != entry["digest"] or there.get(file) != size:  # else sent before an interruption
@@ -178,6 +182,7 @@ class Bucket:
             entry["lease"] = {"generation": self._lease.generation, **self._branch}
         self.write(f"{path}/{MANIFEST_FILE}", json.dumps(entry, indent=1).encode() + b"\n")
         self._sent = {file: digest for file, digest in self._sent.items() if not file.startswith(f"{path}/")}
+        self._remove_folder(_kept(path))
 
     def retain(self, keep: Keep) -> None:
         """Deletes the checkpoints there that need not be kept, by what is there: never the newest whole one."""
@@ -186,11 +191,15 @@ class Bucket:
             self.remove(_path(step))
 
     def remove(self, path: str) -> None:
-        self._forget(step_of(path))
-        self.delete(f"{path}/{MANIFEST_FILE}")
-        for name, _ in self.files(path):
+        self._manifests.pop(step_of(path), None)
+        self._remove_folder(_kept(path))
+        self._remove_folder(path)
+
+    def _remove_folder(self, path: str) -> None:
+        names = [name for name, _ in self.files(path)]
+        for name in sorted(names, key=lambda name: not name.endswith(f"/{MANIFEST_FILE}")):
             self.delete(name)
-        if self.url.scheme == "file":  # elsewhere a folder is no more than the names of what is in it
+        if names and self.url.scheme == "file":  # elsewhere a folder is no more than the names of what is in it
             with contextlib.suppress(OSError):
                 self._fs.rmdir(self._at(path))
 
@@ -204,13 +213,13 @@ class Bucket:
         for newer, found in self._look().items():
             if newer <= base or _lease(self._manifests.get(newer, {}))[2] == branch:
                 continue
-            path = _path(newer)
-            if self.read(f"{path}/{MANIFEST_FILE}") is None:
+            path, place = _path(newer), self._places[newer]
+            if self.read(f"{place}/{MANIFEST_FILE}") is None:
                 self.remove(path)  # an upload, or a deletion, that was interrupted
                 continue
             kind = "aside" if isinstance(found, Saved) else "damaged"
             aside = self._free(f"{CHECKPOINTS}/{kind}-{step_name(newer)}")
-            self._copy(path, aside)
+            self._copy(place, aside)
             self.remove(path)
             logger.warning("%s/%s is newer than what the run resumes from: set aside as %s",
                            self.url, path, aside.partition("/")[2])  # fmt: skip
@@ -253,14 +262,17 @@ class Bucket:
         """Returns the checkpoints by step, oldest first: Saved if its files have the right sizes and its branch is the
         newest. `_manifests` has the manifests of all that have one."""
         there = self._listed(CHECKPOINTS)
-        numbers = {path.split("/")[1].removeprefix(STEP_PREFIX) for path in there
-                   if path.count("/") == 2 and path.split("/")[1].startswith(STEP_PREFIX)}  # fmt: skip
+        names = {path.split("/")[1].removeprefix(_KEPT) for path in there if path.count("/") == 2}
         found: dict[int, Saved | Damaged] = {}
         known, self._manifests = self._manifests if self._lease is not None else {}, {}
-        for step in sorted(int(number) for number in numbers if number.isascii() and number.isdigit()):
+        for step in sorted(step for step in map(manifest.step_of, names) if step is not None):
+            path = _path(step)
+            if f"{path}/{MANIFEST_FILE}" not in there and f"{_kept(path)}/{MANIFEST_FILE}" in there:
+                path = _kept(path)
+            self._places[step] = path
             try:
-                entry = self._manifests[step] = known.get(step) or self._manifest(step)
-                _check_sizes(there, _path(step), entry)
+                entry = self._manifests[step] = known.get(step) or self._manifest(path)
+                _check_sizes(there, path, entry)
                 value = entry.get("value")
                 found[step] = Saved(step, float(value) if isinstance(value, (int, float)) else None)
             except Damaged as problem:
@@ -269,14 +281,11 @@ class Bucket:
             found[step] = Damaged("another writer has resumed from before it: it is of a branch that was left")
         return found
 
-    def _manifest(self, step: int) -> dict[str, Any]:
-        data = self.read(f"{_path(step)}/{MANIFEST_FILE}")
+    def _manifest(self, path: str) -> dict[str, Any]:
+        data = self.read(f"{path}/{MANIFEST_FILE}")
         if data is None:
             raise Damaged(f"it has no {MANIFEST_FILE}, which is written last: it was not uploaded to its end")
-        return manifest.parse(data, step_name(step))
-
-    def _forget(self, step: int) -> None:
-        self._manifests.pop(step, None)
+        return manifest.parse(data, step_name(step_of(path)))
 
     def _check_lease(self) -> None:
         if self._lease is not None:
@@ -341,6 +350,10 @@ def _quietly(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 
 def _path(step: int) -> str:
     return f"{CHECKPOINTS}/{step_name(step)}"
+
+
+def _kept(path: str) -> str:
+    return path.replace(STEP_PREFIX, _KEPT + STEP_PREFIX)
 
 
 def step_of(path: str) -> int:

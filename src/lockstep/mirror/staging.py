@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
-import yaml
-
 from lockstep.checkpoint import manifest
+from lockstep.checkpoint.manifest import step_name
+from lockstep.checkpoint.retention import mode_of
 from lockstep.checkpoint.storage import CheckpointStorage
-from lockstep.config.load import parse_yaml
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.mirror.bucket import CHECKPOINTS, Bucket, cannot_be_used, step_of
 from lockstep.mirror.lease import last_token
@@ -89,7 +88,7 @@ def opened(url: Url, setting: str, step: int | None = None, best: bool = False, 
     If this host was the last to write there, its copy is the newest, and nothing is fetched. If another host was, what
     is left here is set aside in a folder next to it.
     """
-    mode = _mode(start_files(url, setting))
+    start_files(url, setting)  # refuses what is no run
     bucket, folder = Bucket(url), at or _home(url.parent) / url.name
     folder.mkdir(parents=True, exist_ok=True)
     with folder_lock.locked(folder), _reading(url, setting):
@@ -100,7 +99,7 @@ def opened(url: Url, setting: str, step: int | None = None, best: bool = False, 
             _pull_files(bucket, folder)
         # One of several may be in the bucket alone.
         if not current or best or (step is not None and step not in CheckpointStorage(folder / CHECKPOINTS).steps()):
-            pull_checkpoint(bucket, folder, step, best, mode)
+            pull_checkpoint(bucket, folder, step, best)
         if not current:  # only now: what was interrupted is not taken for the newest
             token = last_token(bucket)
             Mark(url, (token,) if isinstance(token, str) else ()).write(folder)
@@ -112,22 +111,21 @@ def outline(url: Url, folder: Path) -> None:
     bucket = Bucket(url)
     _pull_files(bucket, folder)
     for path in bucket.to_try():
-        (folder / path).mkdir(parents=True, exist_ok=True)
+        (folder / CHECKPOINTS / step_name(step_of(path))).mkdir(parents=True, exist_ok=True)
 
 
-def pull_checkpoint(
-    bucket: Bucket, folder: Path, step: int | None = None, best: bool = False, mode: str = "min"
-) -> int | None:
+def pull_checkpoint(bucket: Bucket, folder: Path, step: int | None = None, best: bool = False) -> int | None:
     """Fetches the checkpoint to restore, the newest whole one unless said; returns its step, or None.
 
     It gets its name here once all of it has arrived and matches its digests. One that does not is passed over.
     """
     damaged = {}
-    for path in bucket.to_try(step, best, mode):
-        problem = _pull_folder(bucket, path, folder / path)
+    for path in bucket.to_try(step, best, mode_of(folder)):
+        step = step_of(path)
+        problem = _pull_folder(bucket, path, folder / CHECKPOINTS / step_name(step))
         if problem is None:
-            return step_of(path)
-        damaged[step_of(path)] = problem
+            return step
+        damaged[step] = problem
         logger.warning("checkpoint %s, as it came from elsewhere, is damaged and is passed over: %s", path, problem)
     if damaged:
         raise CheckpointStorage(folder / CHECKPOINTS).none_usable(damaged)
@@ -157,15 +155,6 @@ def _pull_files(bucket: Bucket, folder: Path) -> None:
             place = folder / name
             place.parent.mkdir(parents=True, exist_ok=True)
             bucket.fetch(name, size, place)
-
-
-def _mode(files: Mapping[str, bytes]) -> str:
-    """Returns whether the best of a run is its min or its max."""
-    with contextlib.suppress(yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
-        config = parse_yaml(next(iter(files.values())).decode())
-        mode = config.get("settings", config)["checkpoint"]["keep"]["mode"]
-        return "max" if mode == "max" else "min"
-    return "min"
 
 
 def _home(out: Url) -> Path:

@@ -8,6 +8,7 @@ retention here does not delete it.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import threading
@@ -28,6 +29,9 @@ _PINNED = ".sending"
 # What a resume needs beside a checkpoint: sent before it, and all other files after it.
 _BEFORE_CHECKPOINTS = (*START_FILES, "metrics.jsonl")
 _FAILURES_IN_A_ROW = 3  # of files, after which the service is taken to be what fails
+# A bucket takes whole objects only, so a long file that grows is sent less often: 100 MB every 100 s. And a checkpoint
+# does not wait for it.
+_LONG, _LONGEST_WAIT = 4_000_000, 600.0
 
 
 class NotSent(Exception):
@@ -49,7 +53,8 @@ class Uploads:
         self._lock = threading.Lock()
 
     def push(self, at_most_every: float = 0.0) -> None:
-        """Sends what is new. A file that was sent less than `at_most_every` seconds ago is left for the next time.
+        """Sends what is new. A file that was sent less than `at_most_every` seconds ago is left for the next time, and
+        a long one for longer, unless that is 0.
 
         Raises FolderLost if the folder is not the one of the first push any more, and NotSent if something failed: all
         else was sent. A file that cannot be sent as it is (its name, its mode) causes a warning.
@@ -61,12 +66,11 @@ class Uploads:
             to_send = self._missing()
             files = self._files()
             first = [each for each in files if each.relative_to(self._folder).as_posix() in _BEFORE_CHECKPOINTS]
-            every = 0.0 if to_send else at_most_every
-            failed = self._push_files(first, every)
+            failed = self._push_files(first, at_most_every, at_once=bool(to_send))
             while to_send:
                 self._push_checkpoint(*to_send[0])
                 to_send = self._missing()
-            failed += self._push_files([each for each in files if each not in first], every)
+            failed += self._push_files([each for each in files if each not in first], at_most_every)
             if failed:
                 raise failed[0]
 
@@ -163,16 +167,14 @@ class Uploads:
                 found.append(path)
         return found
 
-    def _push_files(self, files: Iterable[Path], at_most_every: float) -> list[NotSent]:
-        """Returns those that failed. Stops if the service fails."""
+    def _push_files(self, files: Iterable[Path], at_most_every: float, at_once: bool = False) -> list[NotSent]:
+        """Returns those that failed. Stops if the service fails. Files that are not long may be due at once."""
         failed: list[NotSent] = []
         in_a_row = 0
         for file in files:
             path = file.relative_to(self._folder).as_posix()
-            if time.monotonic() - self._sent_at.get(path, float("-inf")) < at_most_every:
-                continue
             try:
-                self._push_file(file, path)
+                self._push_file(file, path, at_most_every, at_once)
                 in_a_row = 0
             except LockstepError:
                 raise
@@ -184,7 +186,7 @@ class Uploads:
                     break
         return failed
 
-    def _push_file(self, file: Path, path: str) -> None:
+    def _push_file(self, file: Path, path: str, at_most_every: float, at_once: bool) -> None:
         try:
             with file.open("rb") as stream:
                 status = os.fstat(stream.fileno())
@@ -193,8 +195,10 @@ class Uploads:
         except OSError as error:
             self._warn_once(path, f"{_shown(path)} cannot be sent: it cannot be read: {error.strerror}")
             return
-        known = (status.st_size, status.st_mtime_ns)
-        if self._sent.get(path) != known:
+        known, wait = (status.st_size, status.st_mtime_ns), 0.0 if at_once else at_most_every
+        if at_most_every and status.st_size > _LONG:
+            wait = max(wait, min(status.st_size / 1e6, _LONGEST_WAIT))
+        if self._sent.get(path) != known and time.monotonic() - self._sent_at.get(path, -math.inf) >= wait:
             try:
                 self._bucket.send(file, path)
             except UnicodeError:

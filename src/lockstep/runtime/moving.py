@@ -49,13 +49,13 @@ def moved(batch: Any, device: torch.device) -> Any:
 
 
 def pinned(batch: Any) -> Any:
-    """Returns a batch in page-locked memory."""
+    """Returns a batch in page-locked memory, as far as it is on the host."""
 
     def pin(value: Any) -> Any:
         method = getattr(value, "pin_memory", None)
         return method() if callable(method) and not isinstance(value, type) else value
 
-    return map_tensors(torch.Tensor.pin_memory, batch, pin)
+    return map_tensors(lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor, batch, pin)
 
 
 def tensors_of(batch: Any, path: str = "batch") -> Iterator[tuple[str, torch.Tensor]]:

@@ -15,6 +15,7 @@ from lockstep.distributed.topology import ranks_text
 from lockstep.errors import NonFiniteWeights, ReplicasDiffer
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.parameters import Modules, named_parameters
+from lockstep.strategy.slices import local_part
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD = 8
@@ -32,6 +33,17 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> list[int]:
     with torch.no_grad():
         sums = [_bits(each.detach()).sum(dtype=torch.int64) for each in tensors.values()]
         return [int(each) for each in torch.stack(sums).tolist()]
+
+
+def marks_of_weights(strategy: Strategy, modules: Modules) -> list[list[int]] | None:
+    """Returns numbers that change with this rank's weights and buffers; None where one of them has no fingerprint."""
+    buffers = [local_part(each) for module in modules.values() for each in module.buffers()]
+    try:
+        # Buffers one by one: they may be on several devices.
+        each_buffer = [fingerprint({"": each}) for each in strategy.runtime.fetch(buffers)]
+        return [fingerprint(strategy.parameters_to_check(modules)), *each_buffer]
+    except RuntimeError:  # sparse, quantized
+        return None
 
 
 def non_finite(tensors: Mapping[str, Tensor]) -> str | None:
@@ -116,7 +128,7 @@ def difference(step: int, name: str, found: Mapping[int, int], world_size: int) 
 def _bits(tensor: Tensor) -> Tensor:
     """Returns the same memory as integers, in words as long as they fit: fewer additions."""
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
+        tensor = torch.view_as_real(tensor.resolve_conj())
     size = tensor.element_size()
     if tensor.is_contiguous() and tensor.numel() * size % _WORD == 0 and tensor.data_ptr() % _WORD == 0:
         return tensor.reshape(-1).view(torch.int64)

@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 from lockstep.checkpoint import reader, tensor_file
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.config.schema import After, RunConfig
-from lockstep.data.loader import batch_fetcher
+from lockstep.data.loader import BatchFetcher
 from lockstep.data.stream_reader import is_stream
 from lockstep.engine.run import Run
 from lockstep.engine.weights import is_of_peft
@@ -171,7 +171,7 @@ def _example(task: Task, config: RunConfig, model: nn.Module) -> tuple[tuple[Any
     if is_stream(data):
         batch = (collate or default_collate)(list(itertools.islice(iter(data), _EXAMPLES)))
     else:
-        batch = batch_fetcher(data, collate)(np.arange(min(_EXAMPLES, len(data)), dtype=np.int64))
+        batch = BatchFetcher(data, collate)(np.arange(min(_EXAMPLES, len(data)), dtype=np.int64))
     if isinstance(batch, Mapping):
         takes = inspect.signature(model.forward).parameters
         any_name = any(each.kind is each.VAR_KEYWORD for each in takes.values())

@@ -23,14 +23,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.storage import sync_folder
 from lockstep.config.objects import import_object, source_of
 from lockstep.config.schema import After, RunConfig
 from lockstep.data import workers
-from lockstep.data.loader import WorkerFetch, batch_fetcher, check_dataset
+from lockstep.data.loader import BatchFetcher, check_dataset
 from lockstep.distributed.rollcall.report import source_files
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError, LockstepError
@@ -185,20 +185,11 @@ class _Work:
 
     def _fetched(self, batches: Sequence[Indices]) -> Generator[Any, None, None]:
         filled = [self._filled(each) for each in batches]
-        collate = getattr(self._task, "collate", None)
+        fetch = BatchFetcher(self._data, getattr(self._task, "collate", None))
         if not self._workers or not filled:
-            yield from map(batch_fetcher(self._data, collate), filled)
+            yield from map(fetch, filled)
             return
-        loader: DataLoader[Any] = DataLoader(
-            WorkerFetch(batch_fetcher(self._data, collate)),
-            batch_size=None,
-            sampler=[(each,) for each in filled],
-            collate_fn=workers.unchanged,
-            num_workers=self._workers,
-            multiprocessing_context=workers.start_method(),
-            worker_init_fn=workers.begin,
-            persistent_workers=True,  # until they are ended here
-        )
+        loader = workers.loader(fetch, workers.Loading(self._workers), sampler=[(each,) for each in filled])
         try:
             yield from workers.fetched(loader, type(self._data).__name__)
         finally:
