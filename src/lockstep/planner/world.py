@@ -18,12 +18,11 @@ from lockstep.config.load import check_strategy
 from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.distributed.activity import Activity
 from lockstep.distributed.group import Group
-from lockstep.runtime.base import Runtime
+from lockstep.runtime.base import Runtime, in_buckets
 from lockstep.runtime.moving import map_tensors
 from lockstep.strategy import context
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.exact import ExactStrategy
-from lockstep.strategy.xla_ddp import in_buckets
 
 _TIMEOUT = 600.0
 _really_create = strategies.create
@@ -83,9 +82,9 @@ class FakeDdp(Strategy):
         self.buckets: list[torch.Tensor] = []
 
     def place(self, model: nn.Module) -> nn.Module:
-        most = self._settings.bucket_mb * 2**20
-        trained: list[torch.Tensor] = [each for each in model.parameters() if each.requires_grad]
-        for parameters in in_buckets(trained, most):  # of gradients, which are as large
+        trained = [each for each in model.parameters() if each.requires_grad]
+        most = self._settings.bucket_mb * 2**20  # of gradients, which are as large
+        for parameters in in_buckets(trained, lambda each: each.nbytes, most, lambda each: each.dtype):
             bucket = torch.empty(sum(each.numel() for each in parameters), dtype=parameters[0].dtype)
             self.buckets.append(bucket)
             if self.has_views:
