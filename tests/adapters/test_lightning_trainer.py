@@ -362,6 +362,102 @@ def test_validation_loaders_may_have_names(tmp_path: Path) -> None:
     assert found[0] == found[1] and {"val_loss/dataloader_idx_1", "val_loss_epoch/dataloader_idx_0"} < set(found[0])
 
 
+class Events(AutoEncoder):
+    """Notes what its hooks see: steps, rates, metrics, modes and batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Any] = []
+        self.measured = 0
+
+    def note(self, hook: str, *more: Any) -> None:
+        if not self.trainer.sanity_checking:
+            metrics = {
+                name: round(float(each), 5) for name, each in self.trainer.callback_metrics.items()
+                if not name.startswith("test")  # which is measured at the end of training
+            }  # fmt: skip
+            rate = round(self.optimizers().param_groups[0]["lr"], 8)
+            states = self.training, torch.is_grad_enabled(), self.trainer.global_step, self.current_epoch
+            self.events.append((hook, rate, *states, metrics, *more))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.mse_loss(self(batch[0]), batch[0])
+        self.log("loss/train", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        optimizer.step(closure=optimizer_closure)
+        self.note("optimizer_step")
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, *number: int) -> None:
+        self.note("on_validation_batch_end", batch_idx, *number)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.measured += len(batch[0])
+        if batch_idx == 1:
+            self.log("val_second", F.mse_loss(self(batch[0]), batch[0]), add_dataloader_idx=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.note("on_validation_epoch_end", self.measured)
+        self.measured = 0
+
+    def on_train_epoch_end(self) -> None:
+        self.note("on_train_epoch_end")
+        self.log("at_end", 1.0 + self.current_epoch)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] * (3 + dataloader_idx), *batch[1:]]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+for _hook in ("on_fit_start", "on_train_start", "on_train_batch_end", "on_validation_start", "on_validation_end",
+              "on_validation_epoch_start", "on_train_end"):  # fmt: skip
+    setattr(Events, _hook, lambda self, *arguments, hook=_hook: self.note(hook))
+
+
+class Moved(TwoSets):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] / (2 + dataloader_idx), *batch[1:]]
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "monitor"),
+    [(Digits, {}, "at_end"), (Moved, {"val_check_interval": 2, "max_steps": 8}, "loss/train")],
+    ids=["one set", "two sets, and training ends within an epoch"],
+)
+def test_hooks_see_what_they_see_under_lightning(data: Any, options: Any, monitor: str, tmp_path: Path) -> None:
+    theirs, ours = Events(), Events()
+    stops = [EarlyStopping(monitor, patience=2, check_on_train_epoch_end=True) for _ in range(2)]
+    lightning.Trainer(
+        accelerator="cpu", max_epochs=5, callbacks=stops[0], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **options,
+    ).fit(theirs, data(10))  # fmt: skip
+    fit(ours, data(10), max_epochs=5, callbacks=stops[1], processes=1, runtime="cpu", out=tmp_path, **options)
+    assert ours.events == theirs.events
+    assert (stops[1].wait_count, stops[1].stopped_epoch) == (stops[0].wait_count, stops[0].stopped_epoch)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda loader: [loader, loader], "returned a list: return one DataLoader"),
+        (lambda loader: {"a": loader}, "returned a dict: return one DataLoader"),
+        (lambda loader: DataLoader(loader.dataset, batch_size=None), "DataLoader with batch_size=None"),
+    ],
+)
+def test_other_loaders_to_train_on_are_refused_by_name(made: Any, message: str, tmp_path: Path) -> None:
+    class Other(Digits):
+        def train_dataloader(self) -> Any:
+            return made(super().train_dataloader())
+
+    for data in (Other(), made(DataLoader(torch.randn(8, 6), 4))):
+        with pytest.raises(ConfigError, match=message):
+            fit(AutoEncoder(), data, max_epochs=1, processes=1, runtime="cpu", out=tmp_path)
+
+
 class When(AutoEncoder):
     """Notes after how many batches it is validated."""
 

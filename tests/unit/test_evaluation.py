@@ -46,6 +46,15 @@ def test_a_mean_does_not_depend_on_ranks_or_batches(values: list[int], batch_siz
     assert means["right"] == sum(value > 0 for value in values) / len(values)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_mean_that_some_batches_have_is_over_those(world_size: int) -> None:
+    values = torch.arange(8.0)
+    found = {True: lambda x: {"big": BatchMean(x.mean())}, False: lambda x: {}}
+    assert measured(values, 2, world_size, lambda batch: found[bool(max(batch[0]) > 5)](batch[0])) == {"big": 6.5}
+    with pytest.raises(ConfigError, match="'big' is there for 1 of 4 batches: return it for each"):
+        measured(values, 2, 1, lambda batch: {"big": batch[0]} if max(batch[0]) > 5 else {})
+
+
 def test_sums_are_taken_in_double_precision() -> None:
     values = torch.cat([torch.full((1,), 1e8), torch.ones(1000)])
     mean = measured(values, 10, 1, lambda batch: {"each": batch[0]})["each"]

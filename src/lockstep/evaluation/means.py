@@ -82,7 +82,7 @@ def sums_of(
     Values are kept where they were computed, and read once at the end: no batch waits for the one before.
     """
     totals: dict[str, list[tuple[float, Any, Any]]] = {}
-    counts: list[int] = []
+    means, counts = set[str](), list[int]()
     with torch.no_grad():
         for examples, length, batch in batches:
             if examples == 0:
@@ -90,11 +90,15 @@ def sums_of(
                     measure(move(batch))
                 continue
             for name, value in _by_name(measure(move(batch))).items():
+                means |= {name} if isinstance(value, (Mean, BatchMean)) else set()
                 # Filler counts for less than it is long, or takes back what other filler added.
                 totals.setdefault(name, []).append((examples / length, *_total(name, value, length)))
             counts.append(examples)
             measured()
-    return {name: _summed(name, each, len(counts)) for name, each in totals.items()}, sum(counts)
+    for name, each in totals.items():
+        if len(each) != len(counts) and name not in means:  # a mean is over the batches that it is there for
+            raise ConfigError(f"metric {name!r} is there for {len(each)} of {len(counts)} batches: return it for each")
+    return {name: _summed(each) for name, each in totals.items()}, sum(counts)
 
 
 def combine(parts: list[tuple[Parts, int]], expected: int | None, name: str) -> dict[str, float]:
@@ -129,9 +133,8 @@ def _by_name(found: Any) -> Mapping[str, Any]:
     return found
 
 
-def _summed(name: str, totals: list[tuple[float, Any, Any]], batches: int) -> list[list[float]]:
-    if len(totals) != batches:
-        raise ConfigError(f"metric {name!r} is there for {len(totals)} of {batches} batches: return it for each")
+def _summed(totals: list[tuple[float, Any, Any]]) -> list[list[float]]:
+    batches = len(totals)
     found = Numbers([total for _, total, _ in totals] + [count for _, _, count in totals]).read()
     weights = [weight for weight, _, _ in totals]
     return [

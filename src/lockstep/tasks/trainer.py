@@ -81,6 +81,7 @@ def _fit(run: Run, config: RunConfig, task: Task, own: UserCallbacks) -> dict[st
     run.register_state("split length", SplitLength(_split_length(whole, config)))
     run.register_state("run length", length)
     run.restore()
+    _tell(task, "after_setup", run)
     for name, optimizer in run.optimizers.items():
         scheduler = schedules[name].scheduler if name in schedules else None
         for change in arguments.apply(optimizer, scheduler):
@@ -99,6 +100,7 @@ def _fit(run: Run, config: RunConfig, task: Task, own: UserCallbacks) -> dict[st
     if stopped:
         logger.info("stopped early at step %d: %s", run.progress.step, stopped)
     own.reason = stopped
+    _tell(task, "after_loop", run)
     validation.validate(run)
     checkpointing.save(run)
     metrics: dict[str, Any] = dict(validation.latest)
@@ -116,6 +118,12 @@ def _fit(run: Run, config: RunConfig, task: Task, own: UserCallbacks) -> dict[st
         "metrics": {name: value for name, value in metrics.items() if not isinstance(value, list)},
         "best": _best(validation.history, config) if monitored is None else monitored.best,
     }
+
+
+def _tell(task: Task, moment: str, run: Run) -> None:
+    """Calls what an adapter has for moments that callbacks are not called at."""
+    if (told := getattr(task, moment, None)) is not None:
+        told(run)
 
 
 def metrics_asked_for(config: RunConfig, monitors: Sequence[str]) -> list[tuple[str, str]]:
@@ -145,11 +153,14 @@ def _metric_names(
         tried = _of_kind("train", datasets)
     if not tried:
         return there, True
-    found, complete = run._engine.evaluator.names_of(measure, next(iter(tried.values())), batch_size, collate)
+    complete = True
+    for prefix, data in tried.items():
+        found, is_all = run._engine.evaluator.names_of(measure, data, batch_size, collate)
+        complete = complete and is_all
+        there.update({f"{prefix}/{name}": each for name, each in found.items() if prefix in validated})
     if measure.one_pass and any(name.startswith("train/") and name not in there for _, name in asked):
         run._engine.evaluator.names_of(measure.of_loss, datasets["train"], batch_size, collate)
     there.update({epoch_name(f"train/{name}"): 0.0 for name in measure.beside_loss})
-    there.update({f"{prefix}/{name}": each for prefix in validated for name, each in found.items()})
     return there, complete
 
 

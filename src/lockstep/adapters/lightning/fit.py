@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 import lockstep
 from lockstep.adapters.lightning.refused import kind_of, overrides, package_of
@@ -128,7 +127,8 @@ def fit(
     launched = {name: plain[name] for name in RunSettings.model_fields if name not in ("train", "processes")}
     launched["train"] = {name: plain["train"][name] for name in Reproducible.model_fields}
     launched["checkpoint"] = {name: each for name, each in plain["checkpoint"].items() if name != "every"}
-    if isinstance(data, DataLoader) or val_dataloaders is not None or test_dataloaders is not None:
+    is_data = data is not None and not hasattr(data, "train_dataloader")
+    if is_data or val_dataloaders is not None or test_dataloaders is not None:
         data = Loaders(data, val_dataloaders, test_dataloaders)
     interval = 1.0 if val_check_interval is None else val_check_interval
     asked: dict[str, Any] = {"val_check_interval": interval, "check_val_every_n_epoch": check_val_every_n_epoch}

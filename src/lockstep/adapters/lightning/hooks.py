@@ -45,6 +45,7 @@ class Hooks(Callback):
     def __init__(self, trainer: Trainer, sets: Sets, monitored: Monitored | None) -> None:
         self._trainer, self._sets, self._monitored = trainer, sets, monitored
         self._micro = 0  # micro-batches of the current step so far
+        self._is_within_epoch = False
         self._epoch_of: set[str] = set()  # names that were logged in training_step with on_epoch
         self._by_step: set[str] = set()
         self._since_epoch = trainer.run._engine.aggregator.since_epoch = Totals()
@@ -52,7 +53,6 @@ class Hooks(Callback):
 
     def before_training(self, run: Run) -> None:
         trainer = self._trainer
-        trainer.start()
         codec.pack(self.state_dict())  # refuses what cannot be saved
         trainer.call("on_train_start")
         self._end_at_max_steps(run)
@@ -71,6 +71,9 @@ class Hooks(Callback):
         self._micro = 0 if complete else self._micro + 1
         if complete:
             trainer.step_schedulers("step", False, batch_idx)
+            if run.progress.epoch_ended:
+                trainer.step_schedulers("epoch", False, batch_idx)
+        self._is_within_epoch = not (complete and run.progress.epoch_ended)
         shown = {**out, "loss": out["loss"] / trainer.accumulate_grad_batches} if automatic else out  # as in Lightning
         trainer.call("on_train_batch_end", shown, batch, batch_idx)
         return self._logged(out if automatic else {})
@@ -99,9 +102,11 @@ class Hooks(Callback):
             return loss.detach()
 
         if complete:
+            before = trainer.run.progress.step
             with trainer.within("optimizer_step"):
                 wrapped = trainer.strategy._lightning_optimizers[0]
                 module.optimizer_step(trainer.current_epoch, batch_idx, wrapped, closure)
+            trainer.global_step += trainer.run.progress.step - before
         else:
             trainer.strategy.optimizer_step(optimizer, closure)
         if not found:
@@ -111,7 +116,7 @@ class Hooks(Callback):
         return found[-1] if isinstance(found[-1], Mapping) else {"loss": found[-1]}
 
     def _logged(self, out: Mapping[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {"loss": out["loss"]} if "loss" in out else {}
+        found: dict[str, Any] = {"train/loss": out["loss"]} if "loss" in out else {}
         trainer, whole = self._trainer, dict[str, str]()
         for name, logged in trainer.take().items():
             for names in [self._epoch_of] * logged.on_epoch + [self._by_step] * logged.on_step:
@@ -120,7 +125,7 @@ class Hooks(Callback):
             if whole.setdefault(short, name) != name:
                 raise ConfigError(f"self.log: {name!r} and {whole[short]!r} are both train/{short}: rename one of them")
             size = logged.batch_size
-            found[short] = logged.value if size is None else Mean(logged.value.double() * size, float(size))
+            found[f"train/{short}"] = logged.value if size is None else Mean(logged.value.double() * size, float(size))
         return found
 
     def after_validation(self, run: Run, metrics: dict[str, Any]) -> str | None:
@@ -128,7 +133,7 @@ class Hooks(Callback):
         self._sets.show(metrics)
         if any(each.startswith("val/") for each in metrics):
             trainer.validating = True
-            trainer.call("on_validation_end")
+            trainer.call_evaluating("on_validation_end")
             trainer.validating = False
         return self._stop()
 
@@ -145,16 +150,22 @@ class Hooks(Callback):
             if (value := means.get(f"train/{short_name(name, 'train')}")) is not None:
                 for each in [name, f"{name}_epoch"][: 1 + (name in self._by_step)]:
                     trainer.note(each, value)
-        last = int(trainer.num_training_batches) - 1 if trainer.num_training_batches != float("inf") else 0
-        trainer.step_schedulers("epoch", False, last)
-        trainer.call("on_train_epoch_end")
+        trainer.call("on_train_epoch_end", monitoring=False)
         logged = {name: trainer.agreed(name, each) for name, each in trainer.take().items()}
         for name, value in logged.items():
             trainer.note(name, value)
         if logged:
             run.log(**{f"train/{short_name(name, 'train')}": value for name, value in logged.items()})
-        trainer.step_schedulers("epoch", True, last)
+        trainer.call("on_train_epoch_end", monitoring=True)
+        if not self._is_within_epoch:
+            trainer.step_schedulers("epoch", True, 0)
         return self._stop()
+
+    def leave_epoch(self, run: Run) -> None:
+        """Ends the epoch within which training has ended, as Lightning does."""
+        if self._is_within_epoch:
+            self.after_epoch(run)
+            self._trainer.has_cut_epoch = True
 
     def _stop(self) -> str | None:
         return "self.trainer.should_stop was set" if self._trainer.should_stop else None

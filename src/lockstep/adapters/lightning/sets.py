@@ -6,11 +6,9 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-from lockstep.adapters.lightning.trainer import Logged, Trainer, short_name
+from lockstep.adapters.lightning.trainer import Logged, Trainer, short_name, transferred
 from lockstep.errors import ConfigError
-from lockstep.evaluation.means import BatchMean, Mean, evaluating
+from lockstep.evaluation.means import BatchMean, Mean
 from lockstep.evaluation.metric_states import computed, plain, require_metrics, states_of
 
 _STEPS = {"val": "validation_step", "test": "test_step"}
@@ -25,6 +23,7 @@ class Sets:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._kind, self._number, self._batch, self._is_open = "val", 0, 0, False
+        self._tried = 0  # sets of which a batch was measured before training
         self._metrics: dict[str, Any] = {}  # torchmetrics objects that were logged, by short name
         self._called: dict[str, str] = {}  # what the module calls a value, by its full name here
         self.shown: dict[str, str] = {}  # full names by those that callbacks and schedulers know
@@ -38,16 +37,14 @@ class Sets:
         return self
 
     def _open(self, sanity: bool) -> None:
-        trainer, hooks = self._trainer, self._word
+        trainer = self._trainer
         trainer.sanity_checking = sanity
         trainer.validating, trainer.testing = not sanity and self._kind == "val", self._kind == "test"
         self._batch, self._is_open, self._metrics = 0, True, {}
         trainer.let_hooks_be()
-        if sanity:
-            trainer.start()
         if self._number == 0:
-            trainer.call(f"on_{hooks}_start")
-            trainer.call(f"on_{hooks}_epoch_start")
+            trainer.call_evaluating(f"on_{self._word}_start")
+            trainer.call_evaluating(f"on_{self._word}_epoch_start")
 
     @property
     def _word(self) -> str:
@@ -62,13 +59,14 @@ class Sets:
     def measure(self, batch: Any) -> dict[str, Any]:
         """Returns what the module logs of a batch, as means over its examples."""
         trainer = self._trainer
-        if not self._is_open:  # the first batch is tried before training
-            self._kind, self._number = "val" if trainer.num_val_batches else "test", 0
+        if not self._is_open:  # the first batch of every set is tried before training
+            self._kind = "val" if trainer.num_val_batches else "test"
+            self._number, self._tried = self._tried % self._count, self._tried + 1
             self._open(sanity=True)
-        index = self._number if self._count > 1 else None
-        where = (batch, self._batch, self._number)
+        batch = transferred(trainer, batch, self._number)
+        where = batch, self._batch, *([self._number] if self._count > 1 else [])
         trainer.call(f"on_{self._word}_batch_start", *where)
-        out = trainer.call_step(_STEPS[self._kind], batch, self._batch, index)
+        out = trainer.call_step(_STEPS[self._kind], *where)
         trainer.call(f"on_{self._word}_batch_end", out, *where)
         self._batch += 1
         found: dict[str, Any] = {}
@@ -122,12 +120,11 @@ class Sets:
         trainer, found = self._trainer, dict[str, Any]()
         self.show({self._full(name): each for name, each in values.items()})
         if self._number == self._count - 1:
-            with torch.no_grad(), evaluating([trainer.lightning_module]):
-                trainer.call(f"on_{self._word}_epoch_end")
+            trainer.call_evaluating(f"on_{self._word}_epoch_end")
             for name, each in trainer.take().items():
                 found[self._short(name, each)] = trainer.agreed(name, each, alone)
             if self._kind == "test" or trainer.sanity_checking:
-                trainer.call(f"on_{self._word}_end")
+                trainer.call_evaluating(f"on_{self._word}_end")
         for metric in self._metrics.values():
             metric.reset()
         self._is_open = trainer.sanity_checking = trainer.validating = trainer.testing = False

@@ -51,6 +51,7 @@ class Module(Task):
         self.is_given = False  # by fit, which has made a config of ModelCheckpoint
         self.monitor: tuple[str, str] | None = None  # name and mode of the metric that it compares
         self.monitored: Monitored | None = None
+        self._predicted = 0  # batches on this rank
 
     # The beginning
 
@@ -125,6 +126,12 @@ class Module(Task):
         made = self.trainer.optimizers
         return made[0] if len(made) == 1 else {_entry(index): each for index, each in enumerate(made)}
 
+    def after_setup(self, run: Run) -> None:
+        self.trainer.start()
+
+    def after_loop(self, run: Run) -> None:
+        self.trainer.hooks.leave_epoch(run)
+
     def callbacks(self) -> Sequence[Callback]:
         return [] if self._trainer is None else [Hooks(self._trainer, self.module_metrics, self.monitored)]
 
@@ -157,11 +164,7 @@ class Module(Task):
 
     def train_data(self) -> Any:
         loader: Any = self.loader("train_dataloader")
-        if not hasattr(loader, "__getitem__") and not isinstance(loader, (DataLoader, Dataset)):
-            raise ConfigError(
-                f"task.data: train_dataloader returned a {type(loader).__name__}: return one DataLoader; several "
-                "become one by a dataset that has examples of each"
-            )
+        _require_one(loader, "train_dataloader")
         if self.accumulates > 1 and makes_batches(loader) and not is_stream(loader.dataset):
             return self._several_batches(taken(loader, self.trainer.config.seed))
         return loader
@@ -199,10 +202,11 @@ class Module(Task):
         made = self.loader(name) if overrides(self.trainer.lightning_module, step) else None
         if made is None:
             return None, None
-        sets = {str(index): self._examples(each) for index, each in enumerate(several(made))}
+        sets = {str(index): self._examples(each, name) for index, each in enumerate(several(made))}
         return (None if not sets else sets["0"] if len(sets) == 1 else sets), made
 
-    def _examples(self, loader: Any) -> Any:
+    def _examples(self, loader: Any, name: str) -> Any:
+        _require_one(loader, name)
         if not makes_batches(loader):
             return loader
         source = taken(loader, self.trainer.config.seed, False)
@@ -217,7 +221,7 @@ class Module(Task):
     def predict_data(self, input: str) -> Any:
         if input != "predict_dataloader":
             raise ConfigError(f"--input {input}: the data of a LightningModule is --input predict_dataloader")
-        return self._examples(self.loader("predict_dataloader"))
+        return self._examples(self.loader(input), input)
 
     # Steps
 
@@ -225,12 +229,13 @@ class Module(Task):
         return self.trainer.hooks.train(batch)  # type: ignore[no-any-return]
 
     def evaluate_step(self, model: Any, batch: Any) -> Any:
-        return self.module_metrics.measure(transferred(self.trainer, batch)), {}
+        return self.module_metrics.measure(batch), {}
 
     def predict(self, model: Any, batch: Any) -> Mapping[str, Any]:
         trainer = self.trainer
         trainer.predicting = True
-        found = trainer.call_step("predict_step", transferred(trainer, batch), 0)
+        found = trainer.call_step("predict_step", transferred(trainer, batch), self._predicted)
+        self._predicted += 1
         return found if isinstance(found, Mapping) else {"prediction": found}
 
 
@@ -254,6 +259,22 @@ def _loads_data(datamodule: Any, module: Any) -> Any:
             f"task.data: {type(found).__name__} does not define train_dataloader: name a LightningDataModule"
         )
     return found
+
+
+def _require_one(loader: Any, name: str) -> None:
+    """Refuses what is no DataLoader of batches, and no dataset either."""
+    has_several = isinstance(loader, (list, tuple)) and any(isinstance(each, DataLoader) for each in loader)
+    is_data = hasattr(loader, "__getitem__") or isinstance(loader, (DataLoader, Dataset))
+    if isinstance(loader, Mapping) or has_several or not is_data:
+        raise ConfigError(
+            f"task.data: {name} returned a {type(loader).__name__}: return one DataLoader; several become one by a "
+            "dataset that has examples of each"
+        )
+    if isinstance(loader, DataLoader) and not makes_batches(loader):
+        raise ConfigError(
+            f"task.data: {name} returned a DataLoader with batch_size=None, whose batches cannot be divided over "
+            "ranks: use a dataset of examples, and a batch_size"
+        )
 
 
 def _entry(index: int) -> str:

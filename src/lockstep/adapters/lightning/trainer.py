@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.adapters.lightning.refused import Added, NotSupported, of_lightning, overrides, package_of
+from lockstep.adapters.lightning.refused import Added, NotSupported, kind_of, of_lightning, overrides, package_of
 from lockstep.config.schema import RunConfig
 from lockstep.engine.run import Run
 from lockstep.engine.stepper import needs_closure
 from lockstep.errors import ConfigError
+from lockstep.evaluation.means import evaluating
 
 # The hooks in which Lightning takes a logged value for one of a step; in others it is one of an epoch.
 _OF_STEPS = {
@@ -33,7 +34,7 @@ _STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_s
 # Members of Lightning's Trainer that are computed when they are asked for.
 _ASKED: dict[str, Callable[[Any], Any]] = {
     "training": lambda self: not (self.validating or self.testing or self.predicting or self.sanity_checking),
-    "current_epoch": lambda self: self.run.progress.epoch,
+    "current_epoch": lambda self: self.run.progress.epoch + self.has_cut_epoch,
     "max_epochs": lambda self: self.config.train.epoch_limit or -1,
     "max_steps": lambda self: self.config.train.steps or -1,
     "is_global_zero": lambda self: self.run.is_main,
@@ -93,7 +94,7 @@ class Trainer:
         self.values: dict[str, Logged] = {}  # logged in the current hook, or batch
         self.hooks: Any = None  # what computes a batch
         self._hook: str | None = None
-        self._has_started = False
+        self.has_cut_epoch = False  # training has ended within an epoch
         self.stages: list[str] = []  # that setup was called for
         module.trainer = self
         if datamodule is not None:
@@ -122,12 +123,19 @@ class Trainer:
         finally:
             self._hook = before
 
-    def call(self, hook: str, *arguments: Any) -> Any:
-        """Calls a hook of the callbacks, then that of the module; returns what the module's returned."""
+    def call(self, hook: str, *arguments: Any, monitoring: bool | None = None) -> Any:
+        """Calls a hook of the callbacks, then that of the module; returns what the module's returned. `monitoring`:
+        calls only the callbacks that compare metrics, or leaves those out."""
         with self.within(hook):
             for each in self.callbacks:
-                getattr(each, hook, nothing)(self, self.lightning_module, *arguments)
-            return getattr(self.lightning_module, hook, nothing)(*arguments)
+                if monitoring is None or monitoring == (kind_of(each) == "EarlyStopping"):
+                    getattr(each, hook, nothing)(self, self.lightning_module, *arguments)
+            return None if monitoring else getattr(self.lightning_module, hook, nothing)(*arguments)
+
+    def call_evaluating(self, hook: str, *arguments: Any) -> None:
+        """Calls a hook of validation or test: in evaluation mode, without gradients."""
+        with torch.no_grad(), evaluating([self.lightning_module]):
+            self.call(hook, *arguments)
 
     def overridden(self, hook: str) -> bool:
         return any(overrides(each, hook) for each in (self.lightning_module, *self.callbacks))
@@ -229,11 +237,9 @@ class Trainer:
 
     def start(self) -> None:
         """Training begins: the model is set up, a resumed run is restored."""
-        if not self._has_started:
-            self._has_started = True
-            self.let_hooks_be()
-            self._wrap_optimizers()
-            self.call("on_fit_start")
+        self.let_hooks_be()
+        self._wrap_optimizers()
+        self.call("on_fit_start")
 
     def _wrap_optimizers(self) -> None:
         module, run = self.lightning_module, self.run
@@ -356,7 +362,8 @@ class _Strategy:
         else:
             returned = closure()
             stepped = run.step(optimizer)
-        self._trainer.global_step += stepped
+        if not self.lightning_module.automatic_optimization:
+            self._trainer.global_step += stepped
         return returned
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -414,13 +421,12 @@ def short_name(name: str, kind: str) -> str:
     return found or name
 
 
-def transferred(trainer: Trainer, batch: Any) -> Any:
-    """Calls on_after_batch_transfer of the module and of its data."""
-    for each in (trainer.lightning_module, trainer.datamodule):
-        if each is not None and overrides(each, "on_after_batch_transfer"):
-            with trainer.within("on_after_batch_transfer"):
-                batch = each.on_after_batch_transfer(batch, 0)
-    return batch
+def transferred(trainer: Trainer, batch: Any, dataloader_idx: int = 0) -> Any:
+    """Calls on_after_batch_transfer of the data, or else of the module."""
+    hook, data = "on_after_batch_transfer", trainer.datamodule
+    owner = data if data is not None and overrides(data, hook) else trainer.lightning_module
+    with trainer.within(hook):
+        return owner.on_after_batch_transfer(batch, dataloader_idx)
 
 
 def nothing(*arguments: Any) -> None:
