@@ -187,6 +187,48 @@ def test_a_step_is_that_of_a_whole_batch(project: Project) -> None:
     assert plan.flops == 2 * 64 * (3 * products - 8 * 64)
 
 
+def test_ranks_have_equal_parts_and_validation_counts(project: Project) -> None:
+    values: dict[str, Any] = {"task": {**STACKED, "examples": 4096}, "train": {"batch_size": 7}}
+    plan = planned(project, "t4x2", "validate.batch_size=4000", data={"split": {"train": 0.5, "val": 0.5}}, **values)
+    products = 8 * 64 + 4 * 2 * 64 * 128 + 64 * 4
+    assert plan.flops == 2 * 4 * (3 * products - 8 * 64), "not of 3 examples, nor of validation"
+    assert plan.phase == "validation" and plan.by_kind["batch"] == pytest.approx(1024 * 4 * 8, rel=0.3)
+
+
+UNEQUAL = """
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from lockstep import Task
+
+class Unequal(Task):
+    def model(self):
+        return nn.Linear(1, 4)
+
+    def train_data(self):
+        return [torch.ones(500 if index == 21 else 3 + index // 10 % 2, 1) for index in range(99)]
+
+    def collate(self, examples):
+        return pad_sequence(examples, batch_first=True)
+
+    def loss(self, model, batch):
+        return model(batch).square().mean()
+
+class Known(Unequal):
+    def lengths(self):
+        return [len(each) for each in self.train_data()]
+"""
+
+
+@pytest.mark.parametrize(("task", "tokens", "note"), [("Unequal", 4, "lengths()"), ("Known", 500, "longest")])
+def test_the_longest_example_is_planned(task: str, tokens: int, note: str, project: Project) -> None:
+    (project.folder / "unequal.py").write_text(UNEQUAL)
+    of_task = {"type": f"{project.folder}/unequal.py:{task}"}
+    plan = planned(project, "t4", task=of_task, train={"batch_size": 10}, data={"shuffle": False})
+    assert plan.flops == 2 * 2 * 10 * tokens * 4
+    assert f"planned is 10 x {tokens} x 1" in plan.notes[0] and note in plan.notes[0]
+
+
 def test_a_model_of_transformers_is_planned_from_its_config_alone(project: Project) -> None:
     (project.folder / "config.json").write_text(json.dumps(LLAMA))
     small = project.folder / "small.yaml"
