@@ -16,8 +16,21 @@ import lockstep.ray
 from lockstep.data.stream_batches import streamed
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
+from lockstep.ray.data import _counted, row_count
 
 ROWS = 43  # a prime: no number of workers or batches divides it
+
+
+def test_what_would_count_rows_wrongly_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"DataConfig\(datasets_to_split=...\): it takes no arguments"):
+        lockstep.ray.DataConfig(datasets_to_split=["train"])
+    rows = {"x": [1, 2, 3]}
+    assert _counted(lambda given: {"y": given["x"]})(rows) == {"y": [1, 2, 3]} and row_count({}) == 0
+    with pytest.raises(ConfigError, match="collate_fn made 2 rows of 3"):
+        _counted(lambda given: {"x": given["x"][:2]})(rows)
+    for batch in ([1, 2], {"x": [1, 2], "y": [1]}, {"x": {"a": [1]}}, {"x": 5}):
+        with pytest.raises(ConfigError, match="whose rows cannot be counted"):
+            row_count(batch)
 
 
 @pytest.mark.long

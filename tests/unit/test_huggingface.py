@@ -337,6 +337,8 @@ def test_a_continuation_is_that_of_generate(pretrained: Path) -> None:
     assert made.predict(model, made.collate(list(made.predict_data(str(write(pretrained, prompts)))))) == {
         "prompt": prompts, "answer": wanted,
     }  # fmt: skip
+    with pytest.raises(ConfigError, match="max_new_tokens: 9999 after a prompt of 2 tokens"):
+        task(pretrained, generate={"prompts": ["7:"], "max_new_tokens": 9999}).callbacks()
 
 
 def test_a_plan_of_a_model_has_no_more_tokens_than_the_model(

@@ -72,6 +72,9 @@ def test_a_file_without_a_function_says_which(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"lacking_loss.py: there is no function loss\(model, batch\)\. A parity"):
         ParityCase(file, {"data": 2}).functions()
+    case = ParityCase(dict.fromkeys(["model", "batch", "loss", "parallelize"], print), {"shard": 2})
+    with pytest.raises(ConfigError, match="mesh: shard: do ranks along this axis have different rows"):
+        case.functions()
 
 
 def test_rows_are_cut_along_data_axes() -> None:

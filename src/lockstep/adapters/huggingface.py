@@ -291,7 +291,9 @@ class CausalLM(_Pretrained):
         return metrics, {"predictions": list(likeliest), "label_ids": list(batch["labels"])}
 
     def callbacks(self) -> Sequence[Callback]:
-        return [_Samples(self, self._generation.prompts)] if self._generation.prompts else []
+        prompts = self._generation.prompts
+        self._tokens_of(prompts)
+        return [_Samples(self, prompts)] if prompts else []
 
     def predict(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, list[str]]:
         """For `lockstep predict --input FILE`, with a prompt in every line."""
@@ -306,16 +308,27 @@ class CausalLM(_Pretrained):
 
     def answers(self, model: nn.Module, prompts: Sequence[str]) -> list[str]:
         """Returns the likeliest continuation of every prompt; of a chat model, the answer to it."""
-        limit = self._generation.max_new_tokens
+        asked, ends = self._tokens_of(prompts), self.tokenizer.eos_token_id
+        found = _continued(model, asked, self._generation.max_new_tokens)
+        found = [each[: each.index(ends)] if ends in each else each for each in found]
+        return [str(self.tokenizer.decode(each, skip_special_tokens=True)) for each in found]
+
+    def _tokens_of(self, prompts: Sequence[str]) -> list[list[int]]:
+        if not prompts:
+            return []
         if self.messages is not None:
             chats = [[{"role": "user", "content": each}] for each in prompts]
             prompts = self.tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
-        asked = self.tokenizer(prompts, add_special_tokens=self.messages is None)["input_ids"]
+        asked: list[list[int]] = self.tokenizer(prompts, add_special_tokens=self.messages is None)["input_ids"]
         if [] in asked:
             raise ConfigError(f"the prompt {prompts[asked.index([])]!r} has no tokens: write a word, or leave it out")
-        ends = self.tokenizer.eos_token_id
-        found = [each[: each.index(ends)] if ends in each else each for each in _continued(model, asked, limit)]
-        return [str(self.tokenizer.decode(each, skip_special_tokens=True)) for each in found]
+        most, limit, longest = max(map(len, asked)), self._generation.max_new_tokens, _longest(self.config)
+        if most + limit > longest:
+            raise ConfigError(
+                f"task.generate.max_new_tokens: {limit} after a prompt of {most} tokens, but this model has positions "
+                f"for {longest}: set it to {longest - most} or less, or shorten the prompt"
+            )
+        return asked
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,14 @@ from lockstep.evaluation.means import Measure
 
 class DataConfig(ray.train.DataConfig):  # type: ignore[misc]
     """Splits datasets without leaving out a row. Ray's own makes shards equal, and drops what does not fit."""
+
+    def __init__(self, **arguments: Any) -> None:
+        if arguments:
+            raise ConfigError(
+                f"lockstep.ray.DataConfig({next(iter(arguments))}=...): it takes no arguments, since every dataset is "
+                "split among all workers, so that each row counts once"
+            )
+        super().__init__()
 
     def configure(
         self,
@@ -55,8 +64,15 @@ def evaluate(
     return run._engine.evaluate_stream(measure, _shard(run, name, batch_size, options), row_count, rows, name)
 
 
-def row_count(batch: Mapping[str, Any]) -> int:
-    return len(next(iter(batch.values()))) if batch else 0
+def row_count(batch: Any) -> int:
+    columns = [*batch.values()] if isinstance(batch, Mapping) else [None]
+    lengths = {None if isinstance(each, Mapping) or not hasattr(each, "__len__") else len(each) for each in columns}
+    if None in lengths or len(lengths) > 1:
+        raise ConfigError(
+            f"Ray Data: a batch is a {type(batch).__name__} whose rows cannot be counted: with collate_fn, return a "
+            "mapping of columns that all have a value for each row"
+        )
+    return lengths.pop() or 0 if lengths else 0
 
 
 def _shard(run: Run, name: str, batch_size: int, options: Mapping[str, Any]) -> Iterator[Any]:
@@ -68,5 +84,19 @@ def _shard(run: Run, name: str, batch_size: int, options: Mapping[str, Any]) -> 
         raise ConfigError(f"there is no dataset {name!r}: TorchTrainer(datasets={{{name!r}: ...}}) names them")
     first, last = (batch_size * rank // run.world_size for rank in (run.rank, run.rank + 1))
     count = max(last - first, 1)
+    if inspect.isfunction(collate := options.get("collate_fn")):
+        options = {**options, "collate_fn": _counted(collate)}
     # The runtime moves batches to its device itself, which Ray does not know in the case of XLA.
     return iter(shard.iter_torch_batches(batch_size=count, device="cpu", **options))
+
+
+def _counted(collate: Any) -> Any:
+    """Has a collate_fn keep the number of rows, by which ranks weigh their parts of a batch."""
+
+    def counted(rows: Any) -> Any:
+        given, batch = row_count(rows), collate(rows)
+        if row_count(batch) != given:
+            raise ConfigError(f"Ray Data: collate_fn made {row_count(batch)} rows of {given}: keep each of them")
+        return batch
+
+    return counted

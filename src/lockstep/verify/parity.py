@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 import pickle
+import re
 import sys
 import tempfile
 import time
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, WorkerFailed
-from lockstep.verify.parity_findings import ParityReport, concluded
+from lockstep.verify.parity_findings import DATA_AXES, OTHER_AXES, ParityReport, concluded
 
 DTYPES = ("float64", "float32", "bfloat16")
 NEEDED = {"model": "()", "batch": "(step)", "loss": "(model, batch)", "parallelize": "(model, mesh)"}
@@ -67,14 +68,21 @@ class ParityCase:
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """Returns the functions of the program; a file is imported for them, in the process that runs it."""
-        if not isinstance(self.program, Path):
-            return dict(self.program)
         from lockstep.config.objects import import_object
 
-        module = sys.modules[import_object(f"{self.program.resolve()}:__name__", str(self.program))]
-        found = {name: vars(module)[name] for name in (*NEEDED, *OPTIONAL) if name in vars(module)}
-        _check_functions(found, str(self.program))
-        return found
+        found = self.program
+        if isinstance(found, Path):
+            module = sys.modules[import_object(f"{found.resolve()}:__name__", str(found))]
+            found = {name: vars(module)[name] for name in (*NEEDED, *OPTIONAL) if name in vars(module)}
+            _check_functions(found, str(self.program))
+        unknown = [axis for axis in self.mesh if not re.fullmatch(f"{DATA_AXES}|{OTHER_AXES}", axis)]
+        if unknown and "shard_batch" not in found:
+            raise ConfigError(
+                f"mesh: {unknown[0]}: do ranks along this axis have different rows? If they do, call it data, replica, "
+                "batch, fsdp or dp..., else model, tensor, tp, context, cp, expert or ep; or define shard_batch(batch, "
+                "mesh)"
+            )
+        return dict(found)
 
 
 def _check_functions(found: Mapping[str, Any], where: str) -> None:

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field, replace
 
 from lockstep.config.plain import finite
 
+DATA_AXES = "data|replica|batch|fsdp|dp.*"  # along which ranks have different rows
+OTHER_AXES = "model|tensor|context|sequence|expert|pipeline|tp|cp|sp|ep|pp"
 AXES = tuple[str, ...]
 # In the order of a step: what differs in one of them is the reason of what follows.
 PHASES = {"outputs": "output", "gradients": "gradient", "weights": "weight", "buffers": "buffer"}

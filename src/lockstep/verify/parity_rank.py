@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lockstep.distributed.watch.heartbeat import user_line
 from lockstep.errors import ConfigError, RankMissing, RankStalled
 from lockstep.strategy.slices import is_spread, local_part, slice_of
-from lockstep.verify.parity_findings import AXES, PHASES, Difference, RankFound, losses_agree
+from lockstep.verify.parity_findings import AXES, DATA_AXES, PHASES, Difference, RankFound, losses_agree
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -42,7 +42,6 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, tor
 _SMALLEST = 1e-6
 # What DDP, torch.compile and activation checkpointing put into the names of modules.
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}
-_DATA_AXIS = re.compile(r"data|replica|batch|fsdp|dp.*")
 _EXPLAINED = 32  # gradients that are reduced over axes, to see which reduction is missing
 
 
@@ -316,7 +315,7 @@ class _Grid:
         self._mesh, here, rest = mesh, {}, rank
         for axis, size in reversed(list(mesh.items())):
             here[axis], rest = rest % size, rest // size
-        data = tuple(axis for axis in mesh if _DATA_AXIS.fullmatch(axis))
+        data = tuple(axis for axis in mesh if re.fullmatch(DATA_AXES, axis))
         self.dp_size, self.dp_rank = self.size(data), 0
         for axis in data:
             self.dp_rank = self.dp_rank * mesh[axis] + here[axis]
