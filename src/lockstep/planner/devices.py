@@ -16,8 +16,6 @@ from lockstep.config.values import Section
 from lockstep.config.yaml_text import parse_yaml
 from lockstep.errors import ConfigError
 
-# v5e is what everybody calls it; v5litepod is what it is rented as.
-_SHORT = {"v5litepod": "v5e"}
 _TWO_CORES_IN_ONE = ("v4", "v5p")
 
 
@@ -27,15 +25,14 @@ def slice_of(text: str) -> Accelerator:
 
 
 def device_name(found: Accelerator) -> str:
-    return _SHORT.get(found.generation, found.generation)
+    return found.generation.replace("v5litepod", "v5e")  # what it is rented as, and what everybody calls it
 
 
 def topology(found: Accelerator) -> dict[str, Any]:
-    sides = [int(each) for each in found.topology.split("x")]
     chips = found.chips_per_host
     hosts = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 4, 1)}[chips]
     asked: dict[str, Any] = {
-        "topology_name": f"{device_name(found)}:{'x'.join(map(str, sides))}",
+        "topology_name": f"{device_name(found)}:{found.topology}",
         "chips_per_host_bounds": hosts,
     }
     if found.generation in _TWO_CORES_IN_ONE:

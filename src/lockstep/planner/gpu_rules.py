@@ -228,7 +228,7 @@ def _walked(forward: Forward, ledger: Ledger) -> Forward:
         if key not in made:
             made[key] = _traced(forward, module, list(state), leaves, at, structure, ledger)
             # Hooks, so that what is saved for a backward pass that never comes is kept out of a checkpointed block.
-            with ledger.paused(), torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+            with ledger.during("paused"), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
                 made[key](*tensors)
         return made[key](*tensors)
 
@@ -289,7 +289,7 @@ class _Walk(fx.Interpreter):
             self.env = {}  # which would keep what the graph returned until its next run
 
     def run_node(self, node: fx.Node) -> Any:
-        with self._ledger.inside_a_kernel(node in self._inside):
+        with self._ledger.during("inside", node in self._inside):
             return super().run_node(node)
 
 

@@ -108,9 +108,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._lines: dict[int, str] = {}  # of the forward pass, by the number of the autograd node
         self._resize = torch.UntypedStorage.resize_
-        self._optimizing = self._validating = False
-        self._paused = False
-        self._inside = False  # a kernel that is being put together: what it makes on the way is nowhere
+        self._optimizing = self.validating = False
+        self.paused = False  # while torch traces, which makes tensors that no device sees
+        self.inside = False  # a kernel that is being put together: what it makes on the way is nowhere
 
     # Telling what is what
 
@@ -128,33 +128,18 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found is not None and found.kind == "batch"
 
     @contextlib.contextmanager
-    def inside_a_kernel(self, is_inside: bool) -> Iterator[None]:
-        before, self._inside = self._inside, is_inside
+    def during(self, state: str, value: bool = True) -> Iterator[None]:
+        """Sets a state inside the block: `paused`, `validating` or `inside` a kernel."""
+        before = getattr(self, state)
+        setattr(self, state, value)
         try:
             yield
         finally:
-            self._inside = before
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Records nothing while torch traces, which makes tensors that no device sees."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
-
-    @contextlib.contextmanager
-    def validation(self) -> Iterator[None]:
-        self._validating = True
-        try:
-            yield
-        finally:
-            self._validating = False
+            setattr(self, state, before)
 
     @property
     def phase(self) -> str:
-        if self._validating:
+        if self.validating:
             return "validation"
         if torch._C._current_graph_task_id() != -1:
             return "backward"
@@ -197,7 +182,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._value_of(args[0])
         made = func(*args, **kwargs)
-        if not self._paused:
+        if not self.paused:
             self._record(func, args, kwargs, made)
         return made
 
@@ -243,7 +228,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _allocate(self, storage: Any, tensor: Tensor, operation: str, line: str, kind: str | None = None) -> Allocation:
         found = Allocation(
-            0 if self._inside else _rounded(storage.nbytes()),
+            0 if self.inside else _rounded(storage.nbytes()),
             operation,
             line,
             tuple(tensor.shape),

@@ -220,13 +220,6 @@ class Plan:
         return self.step.peak <= self.capacity
 
     @property
-    def is_whole_epoch(self) -> bool:
-        """Whether the largest batch is limited by the number of examples."""
-        return self.step.examples is not None and (self.largest_batch or 0) > self.step.examples - dp_size(
-            self.step.mesh
-        )
-
-    @property
     def margin(self) -> float:
         return self.capacity - self.step.peak
 
@@ -391,5 +384,6 @@ def lines(plan: Plan) -> Iterator[str]:
     )
     if plan.largest_batch:
         how = "traced" if plan.tried else "worked out from this one, not traced"
-        how += ", as many as an epoch has" if plan.is_whole_epoch else ""
+        left = math.inf if step.examples is None else step.examples - plan.largest_batch
+        how += ", as many as an epoch has" if left < dp_size(step.mesh) else ""
         yield f"largest batch that fits: {plan.largest_batch} ({how})"

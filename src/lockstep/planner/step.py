@@ -266,7 +266,7 @@ def _validate(run: Run, task: Any, config: RunConfig, datasets: Datasets, ledger
 
     began = len(ledger.books.events)
     try:
-        with ledger.validation(), torch.no_grad(), evaluating(run.modules.values()), in_place(averages):
+        with ledger.during("validating"), torch.no_grad(), evaluating(run.modules.values()), in_place(averages):
             for data in (each for name, each in datasets.items() if name != "train"):
                 batch = real(fetched, data)
                 ledger.name(_tensors(batch), "batch")

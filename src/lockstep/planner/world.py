@@ -125,9 +125,6 @@ class FakeExact(ExactStrategy):
         if self._exchange is not None:
             self._exchange.thread = _AtOnce()
 
-    def _anywhere(self, present: list[bool]) -> list[bool]:
-        return present
-
 
 class LastContext(context.Context):
     """The last rank along the axis `context`, which sees the most positions; a GPU needs no mask in memory."""

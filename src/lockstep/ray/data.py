@@ -65,14 +65,14 @@ def evaluate(
 
 
 def row_count(batch: Any) -> int:
-    columns = [*batch.values()] if isinstance(batch, Mapping) else [None]
-    lengths = {None if isinstance(each, Mapping) or not hasattr(each, "__len__") else len(each) for each in columns}
-    if None in lengths or len(lengths) > 1:
+    columns: list[Any] = [*batch.values()] if isinstance(batch, Mapping) else [{}]
+    lengths = {-1 if isinstance(each, Mapping) or not hasattr(each, "__len__") else len(each) for each in columns}
+    if -1 in lengths or len(lengths) > 1:
         raise ConfigError(
             f"Ray Data: a batch is a {type(batch).__name__} whose rows cannot be counted: with collate_fn, return a "
             "mapping of columns that all have a value for each row"
         )
-    return lengths.pop() or 0 if lengths else 0
+    return max(lengths, default=0)
 
 
 def _shard(run: Run, name: str, batch_size: int, options: Mapping[str, Any]) -> Iterator[Any]:

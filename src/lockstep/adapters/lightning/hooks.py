@@ -67,7 +67,10 @@ class Hooks(Callback):
         if trainer.call("on_train_batch_start", batch, batch_idx) == -1:
             raise ConfigError("on_train_batch_start returned -1, to skip the rest of an epoch: that is not supported")
         automatic = trainer.lightning_module.automatic_optimization
-        out = self._automatic(batch, batch_idx, complete) if automatic else self._manual(batch, batch_idx)
+        if automatic:
+            out = self._automatic(batch, batch_idx, complete)
+        else:
+            out = _detached(trainer.call_step("training_step", batch, batch_idx))
         self._micro = 0 if complete else self._micro + 1
         if complete:
             trainer.step_schedulers("step", False, batch_idx)
@@ -77,9 +80,6 @@ class Hooks(Callback):
         shown = {**out, "loss": out["loss"] / trainer.accumulate_grad_batches} if automatic else out  # as in Lightning
         trainer.call("on_train_batch_end", shown, batch, batch_idx)
         return self._logged(out if automatic else {})
-
-    def _manual(self, batch: Any, batch_idx: int) -> Any:
-        return _detached(self._trainer.call_step("training_step", batch, batch_idx))
 
     def _automatic(self, batch: Any, batch_idx: int, complete: bool) -> Any:
         trainer, optimizer = self._trainer, self._trainer.optimizers[0]

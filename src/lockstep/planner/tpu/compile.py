@@ -61,7 +61,6 @@ def narrow(ir: Any, module: Any) -> None:
 
 
 def _narrow_constant(ir: Any, operation: Any, narrowed: Any) -> None:
-
     value = operation.attributes["value"]
     wanted = narrowed(value.type)
     if wanted == value.type:

@@ -102,8 +102,7 @@ def trace(config: RunConfig, target: Accelerator) -> tuple[Traced, bytes]:
         if one is None:  # a number that the host works out for every step, or the seed of random numbers
             arguments.append(Argument("other", [], "", REPLICATED, None))
         else:
-            place = takes_place.get(number)
-            arguments.append(Argument(one.kind, one.shape, one.dtype, one.sharding, place))
+            arguments.append(Argument(one.kind, one.shape, one.dtype, one.sharding, takes_place.get(number)))
     parameters = state.parameters()
     return (
         Traced(
