@@ -56,7 +56,9 @@ def test_a_config_is_sent_without_its_secrets_and_with_all_the_rest() -> None:
     }
 
 
-SIGNED = "https://b.s3.amazonaws.com/x?X-Amz-Security-Token=IQoJ%2F%2Fabc%2Bdef%3D&X-Amz-Date=3&X-Amz-Signature=ab12#top"
+SIGNED = (
+    "https://b.s3.amazonaws.com/x?X-Amz-Security-Token=IQoJ%2F%2Fabc%2Bdef%3D&X-Amz-Date=3&X-Amz-Signature=ab12#top"
+)
 
 
 def test_a_url_is_sent_without_the_secrets_of_its_query_however_they_are_encoded() -> None:

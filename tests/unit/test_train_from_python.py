@@ -119,8 +119,14 @@ def _part(found: Any, said: Any) -> Any:
         ({"task": "other.py:Mine"}, "lockstep.train: task='other.py:Mine': task: there is no file"),
         ({"seed.x": 3}, "lockstep.train: seed.x=3: seed is 0, which has no keys below"),
         ({"train": {1: 2}}, "lockstep.train: train[1]=2: train[1]: keys should be strings"),
-        ({"task": {"made": np.ones(2)}}, "lockstep.train: task.made=array([1., 1.]): task: made: must be plain data (text, "),
-        ({"task": {"labels": [{0: "cat"}]}}, "lockstep.train: task.labels=[{0: 'cat'}]: task: labels[0]: the keys of a mapping"),
+        (
+            {"task": {"made": np.ones(2)}},
+            "lockstep.train: task.made=array([1., 1.]): task: made: must be plain data (text, ",
+        ),
+        (
+            {"task": {"labels": [{0: "cat"}]}},
+            "lockstep.train: task.labels=[{0: 'cat'}]: task: labels[0]: the keys of a mapping",
+        ),
     ],
 )
 def test_a_mistake_is_told_by_the_name_that_it_was_given_by(values: dict[str, Any], message: str) -> None:

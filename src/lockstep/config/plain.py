@@ -21,6 +21,24 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+_LARGEST, _MOST = 1e290, 10**15  # what is computed of such numbers is finite, too, and exact as a float
+
+
+def number(value: Any) -> float | None:
+    """Returns a finite number of JSON, or None."""
+    if type(value) not in (int, float) or not -_LARGEST < value < _LARGEST:
+        return None
+    return float(value)
+
+
+def whole(value: Any) -> int | None:
+    return value if type(value) is int and -_MOST < value < _MOST else None
+
+
+def text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
 def leaves(node: Any, at: str = "", into_lists: bool = False) -> Iterator[tuple[str, Any]]:
     """Yields every value of nested mappings with its path, such as `train.epochs`; a list is a value, or `betas[0]`."""
     if isinstance(node, Mapping) and node:

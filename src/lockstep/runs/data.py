@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lockstep.config.plain import finite, leaves
+from lockstep.config.plain import finite, leaves, number, text
 from lockstep.config.secrets import redacted
 from lockstep.record.writers import SPEED
 from lockstep.runs.findings import Finding, duration, findings, verdict
 from lockstep.runs.reader import Run
-from lockstep.runs.records import PHASES, Span, number, seconds_by_kind, text, thinned_lags
+from lockstep.runs.records import PHASES, Span, seconds_by_kind, thinned_lags
 
 _NO_CURVES = ("step", "epoch")
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite
 
+from lockstep.config.plain import number, text
 from lockstep.runs.reader import LOST, Run
-from lockstep.runs.records import number, seconds_by_kind, text, typical_lags
+from lockstep.runs.records import seconds_by_kind, typical_lags
 
 # A rank is slow when it is behind the fastest by this fraction of a step and by so many seconds.
 _SLOW_FRACTION, _SLOW_SECONDS = 0.1, 0.001

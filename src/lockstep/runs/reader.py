@@ -18,7 +18,7 @@ from lockstep.checkpoint.manifest import Damaged, Unreadable
 from lockstep.checkpoint.retention import Saved, best_first
 from lockstep.checkpoint.storage import CheckpointStorage, Removed
 from lockstep.config.load import parse_yaml
-from lockstep.config.plain import LONGEST_CONFIG
+from lockstep.config.plain import LONGEST_CONFIG, number, text, whole
 from lockstep.config.strategy import MESH_TYPES
 from lockstep.errors import ConfigError
 from lockstep.record import folder_lock
@@ -29,15 +29,12 @@ from lockstep.runs.records import (
     Lags,
     Live,
     Span,
-    number,
     parsed,
     read_lags,
     read_lines,
     read_live,
     read_timeline,
     spans_of,
-    text,
-    whole,
 )
 
 _LAUNCH_FILE = START_FILES[1]  # how a script with its own loop was started

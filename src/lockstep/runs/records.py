@@ -6,13 +6,13 @@ Nothing here raises for a file that is missing, half written or nonsense: what c
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lockstep.config.plain import number, text, whole
 from lockstep.record.timeline import LIVE_FILE
 from lockstep.record.writers import json_lines, read_json
 
@@ -29,27 +29,6 @@ def read_lines(file: Path) -> Iterator[dict[str, Any]]:
     """Yields the objects of a file of JSON lines, none where it cannot be read."""
     with contextlib.suppress(OSError):
         yield from json_lines(file)
-
-
-def number(value: Any) -> float | None:
-    """Returns a finite number, or None."""
-    if type(value) is float:
-        return value if math.isfinite(value) else None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        found = float(value)
-    except OverflowError:  # an integer of hundreds of digits
-        return None
-    return found if math.isfinite(found) else None
-
-
-def whole(value: Any) -> int | None:
-    return value if type(value) is int else None
-
-
-def text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
 
 
 def parsed(cls: type[Record], found: Mapping[str, Any]) -> Record:

@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit
 
-from lockstep.config.plain import finite
+from lockstep.config.plain import finite, number
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.record.timeline import newest_row
 from lockstep.runs.data import page_data
 from lockstep.runs.findings import kind_of
 from lockstep.runs.reader import Run, is_run, last_change, read_run, read_state, run_folders
-from lockstep.runs.records import number
 from lockstep.runs.report import policy, served_page
 
 _LISTED = 500

@@ -17,13 +17,12 @@ from lockstep import run_files
 from lockstep.checkpoint.retention import best_first
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.config.load import parse_yaml
-from lockstep.config.plain import LONGEST_CONFIG
+from lockstep.config.plain import LONGEST_CONFIG, number, whole
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.record import folder_lock, run_folder
 from lockstep.record.timeline import newest_row
 from lockstep.runs.findings import duration
 from lockstep.runs.reader import LOST, is_surely_run, last_change, read_state, run_folders
-from lockstep.runs.records import number, whole
 from lockstep.shown import brief, in_a_line
 
 _STAMP = re.compile(r"-(\d{8}-\d{6})(?:-\d+)?$")

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.plain import number, text, whole
 from lockstep.record import run_folder
 from lockstep.record.timeline import newest_rows
 from lockstep.runs.findings import duration, first_line
 from lockstep.runs.reader import LOST, QUEUED, read_state
-from lockstep.runs.records import Entry, Live, LiveRank, live_of, number, parsed, text, whole
+from lockstep.runs.records import Entry, Live, LiveRank, live_of, parsed
 from lockstep.shown import brief, in_a_line, size
 
 STALE_SECONDS = 10.0  # without a new live.json, which is written about once a second
