@@ -18,9 +18,7 @@ from lockstep.record.logger import Kind
 from lockstep.record.loggers import LoggerQueue
 from lockstep.record.samples import Samples
 from lockstep.record.timeline import Timeline
-from lockstep.record.writers import SPEED, JsonlWriter, Row, keep_rows, read_rows
-
-METRICS_FILE = "metrics.jsonl"
+from lockstep.record.writers import METRICS_FILE, SPEED, JsonlWriter, Row, keep_rows, read_rows
 
 
 class MetricWriter:

@@ -15,6 +15,7 @@ from typing import Any
 from lockstep import run_files
 from lockstep.config.plain import finite, naming
 
+METRICS_FILE = "metrics.jsonl"
 Row = dict[str, Any]
 SPEED = "examples_per_second"  # in rows of training only
 

@@ -236,8 +236,7 @@ def execute(
 
 
 def _losses(folder: Path | None) -> dict[int, float]:
-    from lockstep.record.metric_writer import METRICS_FILE
-    from lockstep.record.writers import SPEED, read_rows
+    from lockstep.record.writers import METRICS_FILE, SPEED, read_rows
 
     if folder is None or not (folder / METRICS_FILE).is_file():
         return {}
