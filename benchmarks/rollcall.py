@@ -349,7 +349,7 @@ def connect(lazily: bool) -> tuple[int, int]:
 
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1" if lazily else "0"
     topology = Topology.from_env(os.environ)
-    store, _ = meet(topology, 60.0)
+    _, store, _ = meet(topology, 60.0)
     group = join(topology, CpuRuntime(), store, 60.0)
     group.gather(group.rank)
     after_gather = connections_to_ranks(topology.port)

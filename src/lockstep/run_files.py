@@ -47,6 +47,13 @@ def read_bytes(path: Path, longest: int, depth: int = 1) -> bytes:
     return data
 
 
+def read_end(path: Path, longest: int, depth: int = 1) -> bytes:
+    """Returns the last bytes of a file."""
+    with open_file(path, depth) as stream:
+        stream.seek(max(0, stream.seek(0, os.SEEK_END) - longest))
+        return stream.read()
+
+
 def open_file(path: Path, depth: int = 1) -> BinaryIO:
     """Opens a regular file for reading."""
     return os.fdopen(open_descriptor(path, os.O_RDONLY, depth), "rb")

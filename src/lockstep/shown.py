@@ -27,10 +27,15 @@ def in_a_line(text: str) -> str:
 def shown(text: str) -> str:
     """Returns visible text, cut in its middle where it is very long."""
     text = visible(text)
-    if len(text) <= LONGEST:
-        return text
-    left_out = len(text) - _BEGINNING - _END
-    return f"{text[:_BEGINNING]}\n... {left_out} characters are left out here ...\n{text[-_END:]}"
+    return text if len(text) <= LONGEST else cut(text, _BEGINNING, _END)
+
+
+def cut(text: str, beginning: int, end: int) -> str:
+    """Returns the beginning and the end of a text with more characters than these."""
+    left_out = len(text) - beginning - end
+    return (
+        text if left_out <= 0 else f"{text[:beginning]}\n... {left_out} characters are left out here ...\n{text[-end:]}"
+    )
 
 
 def brief(text: str, longest: int = 200) -> str:

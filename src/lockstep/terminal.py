@@ -28,6 +28,19 @@ def tell(text: str, end: str = "\n") -> None:
         pass
 
 
+def say(text: str) -> None:
+    """Writes lines of Lockstep's own to standard error."""
+    tell("\n".join(f"lockstep: {line}" if line else "" for line in text.split("\n")))
+
+
+def standard_error() -> int:
+    """Returns another descriptor of standard error; where that is closed, one whose text is dropped."""
+    try:
+        return os.dup(2)
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY)
+
+
 def colour(environment: Mapping[str, str]) -> bool | None:
     """Whether to write in colour; None where that depends on the stream. NO_COLOR (no-color.org) counts more than
     FORCE_COLOR."""

@@ -41,6 +41,7 @@ from lockstep.runs.report import leave_report
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.deterministic import arithmetic, explained
 from lockstep.tasks.evaluate import evaluate
+from lockstep.tasks.export import export
 from lockstep.tasks.predict import predict
 from lockstep.tasks.trainer import fit
 
@@ -80,11 +81,7 @@ def carry_out(run: Run, config: RunConfig) -> dict[str, Any]:
     """Trains, evaluates or predicts, as the config asks. Returns `status`, `metrics` and the rest of the outcome."""
     if config.after is None:
         return fit(run, config)
-    if config.after.do == "export":
-        from lockstep.tasks.export import export
-
-        return export(run, config, config.after)
-    return {"evaluate": evaluate, "predict": predict}[config.after.do](run, config, config.after)
+    return {"evaluate": evaluate, "predict": predict, "export": export}[config.after.do](run, config, config.after)
 
 
 def _summary(run: Run, outcome: dict[str, Any]) -> dict[str, Any]:
@@ -159,7 +156,7 @@ class Rank:
         self.runtime = runtime.create(family, index, topology.local_world_size, here)
         self.runtime.prepare()
         activity = Activity(settings.timeouts.first_step)
-        store, for_beats = meet(topology, settings.timeouts.rendezvous)
+        self.topology, store, for_beats = meet(topology, settings.timeouts.rendezvous)
         adapt(self.runtime)
         self.heartbeat = Heartbeat(for_beats, topology, activity, Limits.of(settings.timeouts, family))
         self.heartbeat.reports_resident_memory = family == "cpu"

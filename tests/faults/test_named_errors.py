@@ -86,7 +86,6 @@ def test_shared_memory_that_is_full_is_named(project: Project) -> None:
     assert finished.code == 5
     assert "shared memory is full" in finished.err and "/dev/shm has 0.1 MB" in finished.err
     assert "Traceback" not in finished.err
-    full = [each.replace("64k", "4k") for each in small]  # so that not even the ranks can be started
-    finished = Started([*full, *command], project.folder).wait()
-    assert finished.code == 2
-    assert "could not be started: No space left on device; /dev/shm has 4.1 kB, 0 B of it free. " in finished.err
+    full = [each.replace("64k", "4k") for each in small]
+    finished = Started([*full, *command, "--set", "data.workers=0"], project.folder).wait()
+    assert finished.code == 0, "nothing but data workers needs it"

@@ -100,8 +100,7 @@ def test_everything_that_can_be_set() -> None:
     )
     assert rendered(
         made.create(), made.describe(), made.start(), made.run(command, worker=3),
-        made.copy(Path("code.tar"), ".lockstep/code.tar"),
-        made.fetch(".lockstep/run.tar", Path("run.tar"), worker=2), made.delete(),
+        made.copy(Path("code.tar"), ".lockstep/code.tar"), made.delete(),
     ) == (GOLDEN / "everything.txt").read_text().splitlines()  # fmt: skip
 
 
@@ -146,10 +145,6 @@ def test_a_pod_from_its_creation_to_its_end(cloud: Path, tmp_path: Path) -> None
 
     done.append(seeds.run(["sh", "-c", 'echo "$TPU_WORKER" >only; cat only'], worker=2))
     assert carry_out(done[-1]).stdout == "2\n"
-    done.append(seeds.fetch("only", tmp_path / "fetched", worker=2))
-    assert carry_out(done[-1]).returncode == 0
-    assert (tmp_path / "fetched").read_text() == "2\n"
-
     assert isinstance(seeds, Gcloud)
     done.append(seeds.describe())
     assert gcloud.next_step(carry_out(done[-1]).stdout) == ("READY", "use")
@@ -253,8 +248,6 @@ def test_what_gcloud_or_a_shell_would_take_for_something_else_is_refused() -> No
     for path in ("a b", "$(id)", "a;b", "a'b", "", "a\nb", "*", "~/x"):
         with pytest.raises(ConfigError, match="cannot be a path on the hosts"):
             seeds.copy(Path("file"), path)
-        with pytest.raises(ConfigError, match="cannot be a path on the hosts"):
-            seeds.fetch(path, Path("file"), 0)
     for argv in ([], ["-x"], ["--command=x"]):
         with pytest.raises(ConfigError, match="not a command to run"):
             seeds.run(argv)

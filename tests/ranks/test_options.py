@@ -108,9 +108,9 @@ def test_every_thread_of_a_rank_has_the_number_of_this_launch(tmp_path: Path) ->
             bodies.threads_of_a_new_thread, processes=2, runtime="cpu", out=tmp_path, launch={"threads": threads}
         )
 
-    assert [found(threads) for threads in (1, 2, 3, 1)] == [[1, 1], [2, 2], [3, 3], [1, 1]]
+    assert [found(threads) for threads in (1, 2, 1)] == [[1, 1], [2, 2], [1, 1]]
     fork_server.stop()  # as a check of names does at its end
     other = multiprocessing.get_context("forkserver").Process(target=int)
     other.start()
     other.join(60)
-    assert found(1) == [1, 1] and found(3) == [3, 3]
+    assert found(1) == [1, 1]

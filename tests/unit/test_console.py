@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from lockstep.record import logs
 from lockstep.record.display import Display
 from lockstep.record.logs import rank_log
+from lockstep.terminal import standard_error
 
 logger = logging.getLogger("lockstep.somewhere")
 CLOCK = re.compile(r"\d\d:\d\d:\d\d ")
@@ -104,3 +107,15 @@ def test_other_messages_are_printed_at_once_with_the_time_and_without_the_rank(
         "message 2",
         "saved step-2",
     ]
+
+
+def test_standard_error_that_was_closed_from_the_start_takes_text_for_nothing() -> None:
+    """As `python train.py 2>&-` has it, whose heartbeat writes its warnings there."""
+    if (child := os.fork()) == 0:
+        code = 1
+        with contextlib.suppress(OSError):
+            os.close(2)
+            os.write(standard_error(), b"a warning")
+            code = 0
+        os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from types import TracebackType
 
 import pytest
@@ -223,10 +221,12 @@ def test_an_error_without_words_is_told_by_its_type() -> None:
     assert "KeyboardInterrupt" in report(KeyboardInterrupt(), 0, "box").message
 
 
-def test_a_report_comes_back_from_its_file(tmp_path: Path) -> None:
-    written = report(caught(ValueError("wrong: \ud800 é")), 1, "box")
-    written.write(tmp_path / "error.json")
-    assert Report(**json.loads((tmp_path / "error.json").read_text(encoding="utf-8"))) == written
+def test_a_message_of_megabytes_is_cut_in_its_middle() -> None:
+    """What all ranks of a host report is one value in the store, which refuses more than 16 MB."""
+    found = report(caught(ValueError(f"wrong: {'x' * 9_000_000} at the end")), 1, "box")
+    for text in (found.message, found.traceback):
+        assert len(text) < 25_000 and text.strip().endswith("at the end") and "characters are left out here" in text
+    assert found.message.startswith("ValueError: wrong: ") and found.traceback.startswith("Traceback")
 
 
 class Broken:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import os
+import pwd
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from lockstep.distributed import rendezvous
-from lockstep.distributed.activity import Beat
+from lockstep.distributed.activity import Beat, encoded
 from lockstep.distributed.rollcall.report import Evidence, Report, decoded
 from lockstep.distributed.store import private, server, wire
 from lockstep.distributed.store.client import Client, NotLetIn, StoreLost, connect_tcp, connect_unix
@@ -208,6 +213,44 @@ def test_a_name_that_leads_every_host_to_itself_is_refused(monkeypatch: pytest.M
         rendezvous.meet(several, 5.0)
 
 
+@pytest.mark.parametrize("name", ["node07..cluster", f"{'a' * 64}.cluster"])
+def test_an_address_that_is_no_name_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for rank in range(2):
+        with pytest.raises(RollCallError, match=f"rank {rank} on .*{name}"):
+            rendezvous.meet(Topology(Place(rank, 0, rank), 2, 1, name, 29500, secret=SECRET), 1.0)
+    assert not rendezvous.is_this_host(name)
+
+
+def test_agents_of_torchrun_may_count_restarts_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --rdzv-backend=c10d, one that only sees another leave starts its ranks again without counting it."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setattr(rendezvous, "_served", served := {})
+    monkeypatch.setattr(rendezvous, "_meetings", itertools.repeat(0))
+    monkeypatch.setattr(rendezvous, "_STALE_SECONDS", 0.1)
+    torchruns = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torchruns.set("lockstep/store", "1 3")  # where rank 0 was in the attempt before
+
+    def meet(rank: int, attempt: int) -> None:
+        place = Place(rank, 0, rank)
+        counted = Topology(place, 2, 1, "127.0.0.1", torchruns.port, attempt, launcher_serves_store=True, secret=SECRET)
+        topology, store, _ = rendezvous.meet(counted, 20.0)
+        assert store is not None
+        store.set(f"attempt of rank {rank}", str(topology.attempt))
+        found.append(store)
+
+    found: list[Client] = []
+    early = threading.Thread(target=meet, args=(1, 4))
+    early.start()
+    time.sleep(0.3)
+    meet(0, 0)
+    early.join(20)
+    for store in found:
+        assert store.read_all([f"attempt of rank {rank}" for rank in range(2)]) == [b"4", b"4"]
+    assert os.environ["TORCHELASTIC_RESTART_COUNT"] == "4"
+    for each in served.values():
+        each.close()
+
+
 def test_tcp_is_never_served_without_a_secret() -> None:
     with listen_on_tcp("127.0.0.1", 0) as listener, pytest.raises(ValueError, match="needs a secret"):
         Server(listener)
@@ -248,6 +291,21 @@ def test_the_folder_of_a_user_is_nobody_elses(tmp_path: Path, monkeypatch: pytes
             private.user_folder()
 
 
+def test_a_home_that_cannot_be_entered_or_is_missing_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `docker run --user 1000`, which leaves HOME=/root, and for a user without an entry in /etc/passwd."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    assert private._places() == [Path("/tmp")] and wire.from_file() is None
+    if os.geteuid() == 0 and (child := os.fork()) == 0:
+        os.environ["HOME"] = "/root"
+        os.setuid(65534)
+        os._exit(private._places() != [Path("/tmp")])
+    elif os.geteuid() == 0:
+        assert os.waitpid(child, 0)[1] == 0
+
+
 def test_a_run_is_served_by_one_process() -> None:
     folder = private.folder_of_run(f"test {os.getpid()}")
     claim = private.Claim(folder)
@@ -270,6 +328,13 @@ BEAT = Beat(1, 2, 3, "loss", False, True, 0.0, 1.5, "train.py:3")
 def test_a_malformed_beat_is_dropped(data: bytes) -> None:
     assert Beat.decode(data) is None
     assert Beat.decode(BEAT.encode()) == BEAT
+
+
+def test_a_file_whose_name_is_no_text_is_in_a_beat_and_in_evidence() -> None:
+    beat = replace(BEAT, where="caf\udce9.py:3", limit=math.inf)
+    assert Beat.decode(beat.encode()) == replace(beat, where="caf?.py:3")
+    evidence = encoded({"config": {"a": math.inf}, "source": {"caf\udce9.py": "0"}})
+    assert decoded(Evidence, evidence).source == {"caf?.py": "0"}
 
 
 @pytest.mark.parametrize("data", [None, b"", b"[]", b'{"rank": 0}', b"[" * 100_000])

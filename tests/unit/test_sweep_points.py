@@ -10,8 +10,9 @@ from lockstep.config.load import validate
 from lockstep.config.schema import RunConfig
 from lockstep.config.sweep import Sweep, grids_in, load_sweep
 from lockstep.errors import ConfigError
+from lockstep.launchers import sweep as sweeps
 from lockstep.launchers.sweep import _rooms
-from lockstep.record.trials import Trial, table, values_of
+from lockstep.record.trials import Trial, table, trial_folder, values_of
 
 
 @pytest.mark.parametrize(
@@ -109,3 +110,24 @@ def test_each_trial_has_its_gpus(
             _rooms(config, sweep)
     else:
         assert _rooms(config, sweep) == rooms
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        (b"\xff\nlockstep: the cause \xe9\n", "the cause \ufffd"),
+        (b"x\n" * 9_000_000 + b"the last line", "the last line"),
+        (b"", "exit code 9"),
+        (None, "exit code 9"),
+    ],
+)
+def test_whatever_a_trial_has_printed_it_has_failed_with_the_last_line(
+    tmp_path: Path, said: bytes | None, cause: str
+) -> None:
+    place = tmp_path / trial_folder(0)
+    place.mkdir()
+    if said is not None:
+        (place / "output.log").write_bytes(said)
+    sweep = Sweep.model_validate({"metric": "val/loss", "space": {"seed": [1]}})
+    ended = sweeps._ended(Trial(0, {"seed": 1}, "queued", None, None), tmp_path, 9, sweep)
+    assert (ended.status, ended.cause) == ("failed", cause)

@@ -112,14 +112,12 @@ def run(
 ) -> None:
     """Push, and start training on all hosts: it goes on when this command has ended."""
     from lockstep.launchers.ssh import launcher
-    from lockstep.launchers.ssh import record as records
 
     made, _ = _known(name, config, overrides)
     if dry_run:
         click.echo(visible(launcher.plan_pod(made.config, name)))
         return
     started = made.start(out)
-    records.write(started)
     say(f"job {started.job} was started; run folder {made.transport.workers[0]}:{started.folder}")
     if follow:
         sys.exit(launcher.follow(made, started, stops=False))

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from time import monotonic
 from types import FrameType
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-_LONGEST_TEXT = 2000
-_COUNTS = ("total_steps", "memory")
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+Text = Annotated[str, Field(max_length=2000)]
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0)]  # also infinite
 
 STARTING, LEFT = "starting", "done"
 
@@ -90,51 +92,36 @@ class Activity:
 class Beat:
     """A rank's report of its activity."""
 
-    count: int  # beats so far: a new one shows that the process is alive
-    number: int  # of the moment: a new one shows progress
-    step: int
-    doing: str
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
+    count: Count  # beats so far: a new one shows that the process is alive
+    number: Count  # of the moment: a new one shows progress
+    step: Count
+    doing: Text
     waits: bool
     first: bool
-    limit: float
-    still: float  # seconds since that moment began, by the rank's own clock
-    where: str  # the line of user code, if the rank has been there for a while
+    limit: Seconds
+    still: Seconds  # seconds since that moment began, by the rank's own clock
+    where: Text  # the line of user code, if the rank has been there for a while
     begun: bool = False
     restores: bool = False
-    exchanges: int = 0
+    exchanges: Count = 0
     # For display only:
-    host: str = ""
-    total_steps: int | None = None
-    busy: float | None = None
-    memory: int | None = None  # peak bytes of the device, or resident bytes of the process on a CPU
+    host: Text = ""
+    total_steps: Count | None = None
+    busy: Seconds | None = None
+    memory: Count | None = None  # peak bytes of the device, or resident bytes of the process on a CPU
 
     def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        return encoded(asdict(self))
 
     @classmethod
     def decode(cls, data: bytes | None) -> Beat | None:
         """Returns None for anything but a valid beat: it came over a network."""
-        if data is None:
-            return None
         try:
-            raw = json.loads(data)
-        except (ValueError, RecursionError):
+            return _BEATS.validate_json(data or b"")
+        except ValidationError:
             return None
-        if not isinstance(raw, dict) or set(raw) != {each.name for each in fields(cls)}:
-            return None
-        whole, numbers = ("count", "number", "step", "exchanges"), ("limit", "still")
-        sound = (
-            all(type(raw[name]) is int and raw[name] >= 0 for name in whole)
-            and all(type(raw[name]) in (int, float) and raw[name] >= 0 for name in numbers)  # also infinite
-            and all(type(raw[name]) is bool for name in ("waits", "first", "begun", "restores"))
-            and all(type(raw[name]) is str and len(raw[name]) <= _LONGEST_TEXT for name in ("doing", "where", "host"))
-            and all(raw[name] is None or (type(raw[name]) is int and raw[name] >= 0) for name in _COUNTS)
-            and (raw["busy"] is None or (type(raw["busy"]) in (int, float) and raw["busy"] >= 0))
-        )
-        if not sound:
-            return None
-        floats = [name for name in (*numbers, "busy") if raw[name] is not None]
-        return cls(**{**raw, **{name: _as_float(raw[name]) for name in floats}})
 
     @property
     def at(self) -> str:
@@ -151,11 +138,12 @@ class Beat:
         return f"{verb} {self.at}{f', {self.where}' if self.where and not self.waits else ''}"
 
 
-def _as_float(number: float) -> float:
-    try:
-        return float(number)
-    except OverflowError:  # a whole number of hundreds of digits
-        return math.inf
+_BEATS = TypeAdapter(Beat)
+
+
+def encoded(plain: object) -> bytes:
+    """Returns JSON. A file's name may not be text in UTF-8, which the other side would refuse."""
+    return json.dumps(plain, ensure_ascii=False).encode(errors="replace")
 
 
 def beat_key(rank: int) -> str:

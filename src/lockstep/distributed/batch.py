@@ -107,10 +107,11 @@ def batch_task(env: Mapping[str, str]) -> BatchTask | None:
     _refuse_mpi(env, "OMPI_COMM_WORLD_RANK", *(["PMI_RANK"] if "MPI_LOCALNRANKS" in env else []))
     if "OMPI_COMM_WORLD_RANK" in env:
         return None
-    found = _srun(env)
-    if found is None:
-        _refuse_mpi(env, "PMI_RANK", "PMIX_RANK")
-    return found if isinstance(found, BatchTask) else None
+    # A batch script has the variables of the job as well, but no step.
+    if _SLURM_STEP in env and (rank := _whole(env.get("SLURM_PROCID"))) is not None:
+        return _task_of_srun(env, rank)
+    _refuse_mpi(env, "PMI_RANK", "PMIX_RANK")
+    return None
 
 
 def names() -> set[str]:
@@ -121,17 +122,7 @@ def names() -> set[str]:
     }  # fmt: skip
 
 
-class _Alone:
-    """Started by one of them, and the only one."""
-
-
-_Found = BatchTask | _Alone | None
-
-
-def _srun(env: Mapping[str, str]) -> _Found:
-    # A batch script has the variables of the job as well, but no step.
-    if _SLURM_STEP not in env or (rank := _whole(env.get("SLURM_PROCID"))) is None:
-        return None
+def _task_of_srun(env: Mapping[str, str], rank: int) -> BatchTask | None:
     size = _whole(env.get("SLURM_STEP_NUM_TASKS")) or _whole(env.get("SLURM_NTASKS"))
     if size is None:
         raise TopologyError(
@@ -140,7 +131,7 @@ def _srun(env: Mapping[str, str]) -> _Found:
             "starts a process per device of its host; or use srun or torchrun"
         )
     if size == 1:
-        return _Alone()
+        return None
     counts = tasks_per_node(_required(env, "SLURM_STEP_TASKS_PER_NODE", "srun"))
     listed = nodes(_required(env, "SLURM_STEP_NODELIST", "srun"))
     node, local_rank = (_number(env, name, "srun") for name in ("SLURM_NODEID", "SLURM_LOCALID"))

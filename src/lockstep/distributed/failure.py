@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shlex
 import signal
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -25,7 +24,7 @@ from lockstep.errors import (
     NonFiniteLoss,
     NonFiniteWeights,
 )
-from lockstep.shown import size, visible
+from lockstep.shown import cut, size, visible
 
 _SHARED_MEMORY = "/dev/shm"
 # Signs in lower-case messages.
@@ -43,6 +42,8 @@ _OTHER_SIZE = (
 )
 # Below this, shared memory counts as full.
 _LITTLE_BYTES = 1_000_000
+# Of a message or a traceback, how many characters are reported at each end: the store refuses values of many megabytes.
+_ENDS = 10_000
 
 
 Memory = Literal["", "device", "host"]
@@ -98,18 +99,6 @@ def _no_space(error: BaseException, text: str) -> LocalError:
     )
 
 
-def what_is_full(temporary: str) -> str:
-    """Says what is full when processes cannot start: shared memory, or the temporary folder."""
-    shared, disk = _room(_SHARED_MEMORY), _room(temporary)
-    if shared is not None and shared[1] < _LITTLE_BYTES and not (disk is not None and disk[1] < shared[1]):
-        return (
-            f"{_SHARED_MEMORY} has {size(shared[0])}, {size(shared[1])} of it free. Delete what others left there, or "
-            "give it more room (docker run --shm-size, mount -o remount,size=)"
-        )
-    free = f"{size(disk[1])} free" if disk is not None else "no room"
-    return f"{temporary} has {free}: make room there, or name another folder with TMPDIR"
-
-
 def _no_shared_memory(text: str) -> LocalError:
     room = _room(_SHARED_MEMORY)
     found = f"; {_SHARED_MEMORY} has {room[0] / 1e6:.1f} MB, {room[1] / 1e6:.1f} MB of it free" if room else ""
@@ -149,9 +138,6 @@ class Report:
     consequence: bool = False
     concerns_all_ranks: bool = False
     memory: Memory = ""
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -193,11 +179,6 @@ class Result:
     nothing_to_save: bool = False  # asked to stop before the first step
 
 
-def stop_file(error_file: Path) -> Path:
-    """Returns the file that exists once the launcher has asked its ranks to stop."""
-    return error_file.with_name("stop")
-
-
 def report(error: BaseException, rank: int, host: str) -> Report:
     ours = isinstance(error, LockstepError)
     text = str(error) or type(error).__name__
@@ -205,19 +186,15 @@ def report(error: BaseException, rank: int, host: str) -> Report:
     local = None if ours else local_error(error)
     lost = local is None and isinstance(error, RuntimeError) and any(sign in text.lower() for sign in LOST_PEER)
     of_user = error.__cause__ or error if isinstance(error, CallbackFailed) else error
-    quiet = (ours and of_user is error) or lost
+    quiet = (ours and of_user is error) or lost or (local is not None and local.is_complete)
     return Report(
-        rank=rank,
-        host=host,
-        kind=type(error).__name__,
-        message=local.message if local else _message(error, text, ours, lost),
+        rank=rank, host=host, kind=type(error).__name__, time=time.time(), memory=local.memory if local else "",
+        message=cut(local.message if local else _message(error, text, ours, lost), _ENDS, _ENDS),
+        traceback="" if quiet else cut("".join(user_traceback(of_user)), _ENDS, _ENDS),
         exit_code=error.exit_code if isinstance(error, LockstepError) else 5,
-        time=time.time(),
-        traceback="" if quiet or (local and local.is_complete) else "".join(user_traceback(of_user)),
         consequence=type(error).__name__ in CONSEQUENCES or lost,
         concerns_all_ranks=isinstance(error, LockstepError) and error.concerns_all_ranks,
-        memory=local.memory if local else "",
-    )
+    )  # fmt: skip
 
 
 def _message(error: BaseException, text: str, ours: bool, lost: bool) -> str:
@@ -310,16 +287,9 @@ def _failure(cause: Report, by_time: list[Report], exit_codes: Mapping[int, int]
     if concerns_all_ranks:
         followers = {rank: text for rank, text in followers.items() if text != "the same"}
     return Failure(
-        cause.rank,
-        cause.host,
-        cause.message,
-        cause.exit_code,
-        cause.kind,
-        cause.traceback,
-        followers,
-        concerns_all_ranks,
-        cause.memory,
-    )
+        cause.rank, cause.host, cause.message, cause.exit_code, cause.kind, cause.traceback, followers,
+        concerns_all_ranks, cause.memory,
+    )  # fmt: skip
 
 
 def _first_line(text: str) -> str:

@@ -19,7 +19,9 @@ import itertools
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -103,24 +105,33 @@ class TorchStore(Store):
 # Where rank 0 is to listen, if not at MASTER_ADDR: behind an address that is translated on its way.
 LISTEN_AT = "LOCKSTEP_STORE_ADDRESS"
 
+# In torchrun's own store: the port of rank 0's, and the attempt that rank 0 takes this for.
+_NOTICE = "lockstep/store"
+# How long that port is tried before it is read again: after a restart, it may still be that of the attempt before.
+_STALE_SECONDS = 2.0
+
 _meetings = itertools.count()  # of this process; the same on all ranks, as they all run the same program
 _served: dict[str, Server] = {}  # by this process, until it ends
 
 
-def meet(topology: Topology, limit: float) -> tuple[Client | None, Client | None]:
-    """Returns two connections to the store, so that a wait on one does not block the other; none for one process."""
+def meet(topology: Topology, limit: float) -> tuple[Topology, Client | None, Client | None]:
+    """Returns two connections to the store, so that a wait on one does not block the other; none for one process.
+
+    In the topology that is returned, the attempt is the same on all ranks.
+    """
     if topology.world_size == 1 and not topology.watched:
-        return None, None
-    prefix = private.store_prefix(topology.attempt, next(_meetings))
+        return topology, None, None
     with _saying_who_does_not_answer(topology, limit):
-        connect = _way(topology, limit)
-        return connect().under(prefix), connect().under(prefix)
+        connect, attempt = _way(topology, limit)
+        prefix = private.store_prefix(attempt, next(_meetings))
+        return replace(topology, attempt=attempt), connect().under(prefix), connect().under(prefix)
 
 
 def from_rank_0(topology: Topology, limit: float, name: str, data: bytes) -> bytes:
     """Returns rank 0's data on every rank before the group exists."""
     with _saying_who_does_not_answer(topology, limit):
-        store = _way(topology, limit)().under(f"lockstep/attempt-{topology.attempt}/before")
+        connect, attempt = _way(topology, limit)
+        store = connect().under(f"lockstep/attempt-{attempt}/before")
         if topology.place.rank == 0:
             store.set(name, data)
             return data
@@ -141,7 +152,7 @@ def _saying_who_does_not_answer(topology: Topology, limit: float) -> Iterator[No
             f"rank {topology.place.rank} on {topology.place.host}: {error}: {run_secret.VARIABLE} must be the same on "
             "all hosts, or another run has that port"
         ) from None
-    except (OSError, RuntimeError, dist.DistError) as error:
+    except (OSError, UnicodeError, RuntimeError, dist.DistError) as error:
         raise RollCallError(
             f"rank {topology.place.rank} on {topology.place.host}: nobody answers at {topology.address}:"
             f"{topology.port} within {limit:g} s, where rank 0 or the launcher should be. Check that rank 0 was "
@@ -199,16 +210,24 @@ def store_for_groups(store: Client, rank: int, limit: timedelta) -> Any:
     return PrefixStore("groups", file)
 
 
-def _way(topology: Topology, limit: float) -> Callable[[], Client]:
-    """Returns how to connect to the store; on rank 0, serves it if nobody else does."""
+def _way(topology: Topology, limit: float) -> tuple[Callable[[], Client], int]:
+    """Returns how to connect to the store, and the attempt; on rank 0, serves the store if nobody else does."""
     secret = run_secret.checked(topology.secret, run_secret.VARIABLE) if topology.secret else None
     if topology.store == NETWORK_STORE:
-        return lambda: connect_tcp(topology.address, topology.port, secret or _refuse_without(topology), limit)
+        known = secret or _refuse_without(topology)
+        return lambda: connect_tcp(topology.address, topology.port, known, limit), topology.attempt
     if topology.store:
-        return lambda: connect_unix(topology.store, limit)
+        return lambda: connect_unix(topology.store, limit), topology.attempt
     if secret is None and topology.host_count == 1 and is_this_host(topology.address):
-        return _in_a_folder(topology, limit)
-    return _over_the_network(topology, secret or run_secret.from_file() or _refuse_without(topology), limit)
+        return _in_a_folder(topology, limit), topology.attempt
+    known = secret or run_secret.from_file() or _refuse_without(topology)
+    _refuse_own_name(topology)
+    port, attempt = topology.port, topology.attempt
+    if topology.launcher_serves_store:
+        port, attempt = _told_by_torchrun(topology, known, limit)
+    elif topology.place.rank == 0:
+        _serve(topology, port, known)
+    return lambda: connect_tcp(topology.address, port, known, limit), attempt
 
 
 def _refuse_without(topology: Topology) -> str:
@@ -238,19 +257,37 @@ def _in_a_folder(topology: Topology, limit: float) -> Callable[[], Client]:
     return lambda: connect_unix(path, limit)
 
 
-def _over_the_network(topology: Topology, secret: str, limit: float) -> Callable[[], Client]:
-    _refuse_own_name(topology)
-    port = topology.port
-    if topology.launcher_serves_store:  # torchrun has that port for a store of torch's: it tells where ours is
-        notice = TCPStore(topology.address, port, is_master=False, wait_for_workers=False,
-                          timeout=timedelta(seconds=limit))  # fmt: skip
-        key = f"lockstep/store-port/{topology.attempt}"
-        if topology.place.rank == 0:
-            notice.set(key, str(_serve(topology, 0, secret)))
-        port = _port(notice.get(key))
-    elif topology.place.rank == 0:
-        _serve(topology, port, secret)
-    return lambda: connect_tcp(topology.address, port, secret, limit)
+def _told_by_torchrun(topology: Topology, secret: str, limit: float) -> tuple[int, int]:
+    """Returns the port of rank 0's store and the attempt, which rank 0 says by torchrun's store.
+
+    Agents that only see another agent leave or come start their ranks again without counting it.
+    """
+    deadline, longest = time.monotonic() + limit, timedelta(seconds=limit)
+    told = TCPStore(topology.address, topology.port, is_master=False, wait_for_workers=False, timeout=longest)
+    if topology.place.rank == 0:
+        port = _serve(topology, 0, secret)
+        before = _notice(told.get(_NOTICE)) if told.check([_NOTICE]) else (0, -1)
+        attempt = before[1] if before[0] == port else max(topology.attempt, before[1] + 1)
+        told.set(_NOTICE, f"{port} {attempt}")
+    else:
+        while True:
+            port, attempt = _notice(told.get(_NOTICE))
+            try:
+                connect_tcp(topology.address, port, secret, min(limit, _STALE_SECONDS)).close()
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)  # also for `lockstep resume --step`, which goes back once
+    return port, attempt
+
+
+def _notice(text: bytes) -> tuple[int, int]:
+    """Returns the port of rank 0's store and the attempt."""
+    words = text.split()
+    if len(words) != 2 or not all(each.isdigit() and len(each) < 10 for each in words) or not 0 < int(words[0]) < 65536:
+        raise RollCallError(f"the launcher's store has {text[:40]!r} for the port of rank 0's: somebody else wrote it")
+    return int(words[0]), int(words[1])
 
 
 def _refuse_own_name(topology: Topology) -> None:
@@ -259,7 +296,7 @@ def _refuse_own_name(topology: Topology) -> None:
         return
     try:
         found = {str(each[4][0]) for each in socket.getaddrinfo(topology.address, None, type=socket.SOCK_STREAM)}
-    except OSError:
+    except (OSError, UnicodeError):  # of a name that cannot be one
         return  # whoever goes there will say so
     # 127.0.0.1 is what somebody has meant who plays several hosts on one.
     if all(ipaddress.ip_address(each).is_loopback and each not in ("127.0.0.1", "::1") for each in found):
@@ -279,8 +316,8 @@ def _serve(topology: Topology, port: int, secret: str) -> int:
         address = os.environ.get(LISTEN_AT) or topology.address
         try:
             _served[name] = Server(listen_on_tcp(address, port), secret)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
+        except (OSError, UnicodeError) as error:
+            if getattr(error, "errno", None) == errno.EADDRINUSE:
                 raise RollCallError(_taken(topology)) from None
             raise RollCallError(
                 f"rank 0 on {topology.place.host}: cannot listen at {address} ({error}), where the ranks are to meet. "
@@ -288,12 +325,6 @@ def _serve(topology: Topology, port: int, secret: str) -> int:
                 f"{LISTEN_AT} there to the address to listen at"
             ) from None
     return _served[name].port
-
-
-def _port(text: bytes) -> int:
-    if not text.isdigit() or not 0 < int(text) < 65536:
-        raise RollCallError(f"the launcher's store has {text[:40]!r} for the port of rank 0's: somebody else wrote it")
-    return int(text)
 
 
 def is_this_host(address: str) -> bool:
@@ -304,7 +335,7 @@ def is_this_host(address: str) -> bool:
         family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.bind(place)
-    except OSError:
+    except (OSError, UnicodeError):
         return False
     return True
 

@@ -123,18 +123,14 @@ class Topology:
                 local_rank=_number(env, "LOCAL_RANK", default=rank % max(local_world_size, 1)),
                 host_index=_number(env, "GROUP_RANK", default=rank // max(local_world_size, 1)),
             ),
-            world_size=world_size,
-            local_world_size=local_world_size,
-            address=env.get("MASTER_ADDR", "127.0.0.1"),
-            port=_number(env, "MASTER_PORT", default=0),
+            world_size=world_size, local_world_size=local_world_size,
+            hosts=_number(env, "GROUP_WORLD_SIZE") if uneven and "GROUP_WORLD_SIZE" in env else None,
+            address=env.get("MASTER_ADDR", "127.0.0.1"), port=_number(env, "MASTER_PORT", default=0),
             attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", default=0),
             launcher_serves_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            store=env.get(STORE, ""),
-            secret=env.get(_SECRET, ""),
-            launched_by_us=env.get(_LAUNCHED) == "1",
-            watched=env.get(_WATCHED) == "1",
-            hosts=_number(env, "GROUP_WORLD_SIZE") if uneven and "GROUP_WORLD_SIZE" in env else None,
-        )
+            store=env.get(STORE, ""), secret=env.get(_SECRET, ""),
+            launched_by_us=env.get(_LAUNCHED) == "1", watched=env.get(_WATCHED) == "1",
+        )  # fmt: skip
 
     @classmethod
     def _on_a_pod(cls, env: Mapping[str, str]) -> Topology:
@@ -150,15 +146,9 @@ class Topology:
     def _of_task(cls, task: BatchTask, env: Mapping[str, str]) -> Topology:
         host = {} if task.host is None else {"host": task.host}
         return cls(
-            place=Place(task.rank, task.local_rank, task.host_index, **host),
-            world_size=task.size,
-            local_world_size=task.local_size,
-            address=task.address,
-            port=task.port,
-            attempt=task.attempt,
-            secret=env.get(_SECRET, ""),
-            hosts=task.hosts,
-        )
+            Place(task.rank, task.local_rank, task.host_index, **host), task.size, task.local_size,
+            address=task.address, port=task.port, attempt=task.attempt, secret=env.get(_SECRET, ""), hosts=task.hosts,
+        )  # fmt: skip
 
 
 def launched(env: Mapping[str, str]) -> bool:

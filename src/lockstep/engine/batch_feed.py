@@ -161,15 +161,13 @@ class BatchFeed:
             raise loop_checks.outside_of_a_step(what)
         return self.step
 
-    # A loop that makes its own data
-
     def enter_steps(self) -> None:
         loop_checks.refuse_steps_among_batches(self._in_steps or self.cursors.any_open)
         self._in_steps = self.was_asked = True
 
     def begin_own_step(self) -> int:
         """Begins a step without batches. Returns how many there were before it."""
-        self.step = Step(self._strategy.leaves or self._strategy.dp_size)
+        self.current_step()
         return self.progress.step
 
     def leave_steps(self) -> None:

@@ -209,9 +209,8 @@ class Run:
         return self._engine.epochs(None if count is None else whole_number(count, "run.epochs", 0))
 
     def steps(self, count: int | None) -> Iterator[int]:
-        """Yields the steps still to do, up to `count`, of a loop that makes its own data, as in reinforcement learning.
-        An iteration is a step, whatever optimizers do in it. Between two, the run saves and leaves if it was asked to.
-        """
+        """Yields the steps still to do, up to `count`, of a loop that makes its own data. An iteration is a step,
+        whatever optimizers do in it. Between two, the run saves and leaves if it was asked to."""
         return self._engine.steps(None if count is None else whole_number(count, "run.steps", 0))
 
     def batches(
@@ -279,10 +278,8 @@ class Run:
 
     def step(self, optimizer: Optimizer | None = None, closure: Callable[[], object] | None = None) -> bool:
         """Steps an optimizer and clears its gradients; returns False, doing nothing, while micro-batches are missing.
-
-        Several optimizers are stepped one by one; together they are one step of the run. A `closure` is for an
-        optimizer that computes the loss itself (LBFGS, SAM): it calls the model and run.backward on the current batch.
-        """
+        Several optimizers are stepped one by one; together they are one step of the run. A `closure` is for one that
+        computes the loss itself (LBFGS, SAM): it calls the model and run.backward on the current batch."""
         return self._engine.step(optimizer, closure)
 
     def gradients(self, optimizer: Optimizer | None = None) -> dict[str, Tensor]:

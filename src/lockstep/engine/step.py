@@ -16,27 +16,23 @@ class Step:
         """In a loop within a loop, the batch of the `outer` source is current as well, and was counted before."""
         self._dp_size = dp_size
         self._current: dict[str, tuple[Cursor, MicroBatch]] = {}  # the last micro-batch of each source
-        self._kept: set[str] = set()  # sources whose batch was counted in another step
+        self._is_inner = outer is not None
         if outer is not None and outer.micro is not None:
             self._current[outer.name] = (outer, outer.micro)
-            self._kept.add(outer.name)
         self._micro: MicroBatch | None = None  # the one that was handed out last
         self._only: MicroBatch | None = None  # the same, where there is one source, as in most loops
         self.counted = False  # whether progress has it: an optimizer has stepped
         self.pending = False  # whether there are gradients that no optimizer has used
         self.partly_ended = False  # whether a source of it has ended, and another has not
         self.taken = self.trained = 0  # micro-batches so far, and when a backward pass was made last
-        # Examples and tokens of global batches that later ones of the same source have replaced.
-        self._examples_before = self._tokens_before = 0
+        self.whole = self.tokens = 0  # of the global batches it was trained on, over all ranks
 
     def take(self, cursor: Cursor, micro: MicroBatch) -> None:
         """Adds a micro-batch, in place of the last one of its source."""
         before = self._current.get(cursor.name)
-        if cursor.name in self._kept:
-            self._kept.remove(cursor.name)
-        elif before is not None and before[1].completes_batch:  # the loop accumulates over batches
-            self._examples_before += before[1].whole
-            self._tokens_before += before[1].tokens
+        if before is None or before[1].completes_batch:  # a loop may accumulate over batches
+            self.whole += micro.whole
+            self.tokens += micro.tokens
         self._current[cursor.name] = (cursor, micro)
         self._micro, self._only = micro, micro if len(self._current) == 1 else None
         self.taken += 1
@@ -125,18 +121,4 @@ class Step:
     def completes_epoch(self) -> bool:
         """Whether it trained on the last batch of a source; in a loop within a loop, of both."""
         last = [micro.completes_epoch for _, micro in self._current.values()]
-        return all(last) if self._kept else any(last)
-
-    @property
-    def whole(self) -> int:
-        """How many examples it was trained on, over all ranks."""
-        return self._examples_before + sum(each.whole for each in self._counted)
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens these have, where they are counted."""
-        return self._tokens_before + sum(each.tokens for each in self._counted)
-
-    @property
-    def _counted(self) -> list[MicroBatch]:
-        return [micro for name, (_, micro) in self._current.items() if name not in self._kept]
+        return all(last) if self._is_inner else any(last)

@@ -61,11 +61,7 @@ def config_of(
     step = chosen_step(folder, wanted, config.checkpoint.keep.mode, verify=False)
     after = After(run=str(folder), step=step, **order)
     # Nothing is logged among the rows, or on the remote pages, of the run.
-    update: dict[str, Any] = {
-        "log": Log(),
-        "profile": None,
-        "name": f"{config.name or 'run'}-{after.do}",
-    }
+    update: dict[str, Any] = {"log": Log(), "profile": None, "name": f"{config.name or 'run'}-{after.do}"}
     if after.do == "export":  # one plain model on the host
         update |= {"processes": 1, "runtime": "cpu", "strategy": Strategy(type="single"), "launch": Launch()}
         update["train"] = config.train.model_copy(

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.distributed.failure import Result, how_to_plan
-from lockstep.distributed.signals import handled, nothing
-from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, BucketBehind
+from lockstep.distributed.signals import handled, interactive, nothing
+from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, BucketBehind, WorkerFailed
 from lockstep.record.run_folder import note_end
 from lockstep.runs.report import closing_lines, leave_report
 
@@ -53,6 +53,19 @@ def conclude(
         say(behind)
         code = BucketBehind.exit_code if code in (0, PREEMPTED_EXIT_CODE) else code
     return code
+
+
+def require_done(result: Result, processes: int, config: str | None = None) -> None:
+    """Raises what a caller in Python gets of a run that failed, or was asked to stop."""
+    from lockstep.engine.stop_requests import Preempted
+
+    if (failure := result.failure) is not None:
+        hint = f"\n{how_to_plan(config, processes)}" if failure.memory and config else ""
+        raise WorkerFailed(failure.rank, failure.host, failure.render(processes) + hint, failure.exit_code)
+    if result.exit_code == INTERRUPTED_EXIT_CODE:
+        raise KeyboardInterrupt if interactive() else SystemExit(INTERRUPTED_EXIT_CODE)
+    if result.exit_code:
+        raise Preempted("asked to stop")
 
 
 def _uploaded(result: Result, config: RunConfig, mirror: Mirror) -> str | None:

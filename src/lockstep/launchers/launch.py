@@ -17,12 +17,12 @@ from lockstep import runtime, worker
 from lockstep.config.load import validate
 from lockstep.config.schema import RunSettings
 from lockstep.distributed.batch import batch_task
-from lockstep.distributed.signals import interactive
 from lockstep.distributed.topology import Topology, has_rank, launched
 from lockstep.distributed.watch.stall import Limits
 from lockstep.engine.stop_requests import Preempted
-from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, WorkerFailed
+from lockstep.errors import ConfigError, LaunchError
 from lockstep.launchers import script
+from lockstep.launchers.ending import require_done
 from lockstep.launchers.local import supervisor
 from lockstep.launchers.local.child import call_function
 from lockstep.launchers.plan import local_plan
@@ -31,7 +31,7 @@ from lockstep.mirror.mark import mirrored
 from lockstep.mirror.url import Url
 from lockstep.record import folder_lock, loggers, run_folder
 from lockstep.runs.report import closing_lines, leave_report
-from lockstep.terminal import tell
+from lockstep.terminal import say
 
 _calls = itertools.count(1)
 
@@ -88,25 +88,14 @@ def _launch_processes(main: Callable[..., Any], settings: RunSettings, place: _F
     plan = local_plan([sys.executable], count, threads=limits.threads, port=limits.port)
     sent = _pickled(partial(_rank_main, main, settings, resumes), main)  # before there is a folder
     folder = place.make()
-    with folder_lock.locked(folder), mirrored(folder, settings, _say):
+    with folder_lock.locked(folder), mirrored(folder, settings, say):
         place.prepare(folder)
         result = supervisor.launch(
-            plan,
-            entry=call_function,
-            argument=(sent, str(folder)),
-            max_restarts=settings.launch.max_restarts,
-            grace=settings.timeouts.stop,
-            watch=Limits.of(settings.timeouts, settings.runtime),
-            folder=folder,
-        )
-        leave_report(folder, _say)
-        if result.failure is not None:
-            failure = result.failure
-            raise WorkerFailed(failure.rank, failure.host, failure.render(count), failure.exit_code)
-        if result.exit_code == INTERRUPTED_EXIT_CODE:
-            raise KeyboardInterrupt if interactive() else SystemExit(INTERRUPTED_EXIT_CODE)
-        if result.exit_code:
-            raise Preempted("asked to stop")
+            plan, entry=call_function, argument=(sent, str(folder)), max_restarts=limits.max_restarts,
+            grace=settings.timeouts.stop, watch=Limits.of(settings.timeouts, settings.runtime), folder=folder,
+        )  # fmt: skip
+        leave_report(folder, say)
+        require_done(result, count)
         return [result.returned[rank] for rank in range(count)]
 
 
@@ -137,21 +126,17 @@ class _Folder:
         """Writes down what was started, once the folder is locked."""
         script.write(folder, self._script)
         made = mark.named(self._made or folder)  # as the user named it
-        _say(f"the run's folder is {made}; go on with: {self._script.how_to_go_on(made)}")
+        say(f"the run's folder is {made}; go on with: {self._script.how_to_go_on(made)}")
 
     def say_how_it_ended(self) -> None:
         if self._made is not None:
             where = mark.named(self._made)
             for line in closing_lines(self._made, where, self._script.how_to_go_on(where)):
-                _say(line)
+                say(line)
 
     def say_how_to_resume(self) -> None:
         if self._made is not None:
-            _say(f"saved and stopped; go on with: {self._script.how_to_go_on(mark.named(self._made))}")
-
-
-def _say(text: str) -> None:
-    tell(f"lockstep: {text}")
+            say(f"saved and stopped; go on with: {self._script.how_to_go_on(mark.named(self._made))}")
 
 
 def _existing_or_new(named: str | Path) -> Path:

@@ -56,7 +56,7 @@ def local_plan(
 ) -> LaunchPlan:
     """Plans processes on this host, which meet on the loopback interface."""
     env = os.environ if env is None else env
-    threads = threads or _number(env.get("OMP_NUM_THREADS")) or max(1, (cores or available_cores()) // processes)
+    threads = thread_count(threads, processes, env, cores)
     shared = {"OMP_NUM_THREADS": str(threads)}
     if processes > 1:
         loopback = "lo0" if sys.platform == "darwin" else "lo"
@@ -66,17 +66,18 @@ def local_plan(
     host = socket.gethostname()
     plans = []
     for rank in range(processes):
-        topology = Topology(
-            place=Place(rank=rank, local_rank=rank, host_index=0, host=host),
-            world_size=processes,
-            local_world_size=processes,
-            port=port or 1,
-            launched_by_us=True,
-            watched=True,
-        )
+        place = Place(rank, local_rank=rank, host_index=0, host=host)
+        topology = Topology(place, processes, processes, port=port or 1, launched_by_us=True, watched=True)
         variables = {**topology.to_env(), "MASTER_PORT": str(port or ANY_PORT), **shared}
         plans.append(ProcessPlan(host, tuple(argv), variables))
     return LaunchPlan(tuple(plans), threads, port)
+
+
+def thread_count(asked: int | None, processes: int, env: Mapping[str, str], cores: int | None = None) -> int:
+    """Returns the number of threads of each of the processes of a host."""
+    text = env.get("OMP_NUM_THREADS", "")
+    given = int(text) if text.isdigit() else 0
+    return asked or given or max(1, (cores or available_cores()) // processes)
 
 
 def available_cores() -> int:
@@ -84,7 +85,3 @@ def available_cores() -> int:
     present = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = limits.core_limit()
     return present if limit is None else max(1, min(present, int(limit)))
-
-
-def _number(text: str | None) -> int | None:
-    return int(text) if text and text.isdigit() and int(text) > 0 else None

@@ -15,6 +15,7 @@ from lockstep.errors import ConfigError, WorkerFailed
 from lockstep.launchers import checks
 from lockstep.launchers.base import Ended, Out, Say
 from lockstep.shown import shown
+from lockstep.terminal import standard_error
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
@@ -110,7 +111,7 @@ def _reporting_failure(topology: Topology) -> Iterator[list[Path]]:
     from lockstep.record import run_folder
 
     rank, host = topology.place.rank, topology.place.host
-    output, folders = os.dup(2), list[Path]()
+    output, folders = standard_error(), list[Path]()
     try:
         yield folders
     except Exception as error:

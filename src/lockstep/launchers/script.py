@@ -106,17 +106,11 @@ def running(function: str, call: int, settings: RunSettings, topology: Topology 
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     module = None if spec is None or interactive() else str(spec.name).removesuffix(".__main__")
     script = None if module is not None or interactive() else str(Path(str(file)).absolute())
+    processes, hosts = (None, 1) if topology is None else (topology.world_size, topology.host_count)
     return Script(
-        script=script,
-        module=module,
-        arguments=tuple(sys.argv[1:]),
-        directory=str(Path.cwd()),
-        function=function,
-        call=call,
-        processes=None if topology is None else topology.world_size,
-        hosts=1 if topology is None else topology.host_count,
-        settings=settings.model_dump(mode="json", by_alias=True),
-    )
+        script=script, module=module, arguments=tuple(sys.argv[1:]), directory=str(Path.cwd()), function=function,
+        call=call, processes=processes, hosts=hosts, settings=settings.model_dump(mode="json", by_alias=True),
+    )  # fmt: skip
 
 
 def write(folder: Path, script: Script) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
     from lockstep.config.sweep import Sweep
 
-_OUTPUT_FILE = "output.log"
+_OUTPUT_FILE, _LONGEST_END = "output.log", 64 * 1024
 _SECONDS = 0.1
 
 
@@ -165,7 +165,10 @@ def _ended(trial: Trial, folder: Path, code: int, sweep: Sweep) -> Trial:
     ended = trials.as_it_is(trial, folder, sweep.metric)
     if code in (0, PREEMPTED_EXIT_CODE, INTERRUPTED_EXIT_CODE) or ended.status == "failed":
         return ended
-    lines = run_files.read_text(folder / trial.folder / _OUTPUT_FILE).strip().splitlines() or [f"exit code {code}"]
+    said = b""
+    with suppress(OSError):
+        said = run_files.read_end(folder / trial.folder / _OUTPUT_FILE, _LONGEST_END)
+    lines = said.decode(errors="replace").strip().splitlines() or [f"exit code {code}"]  # it may have printed anything
     run_folder.record(folder / trial.folder, "failed", lines[-1].removeprefix("lockstep: "))
     return trials.as_it_is(trial, folder, sweep.metric)
 
@@ -183,7 +186,7 @@ def _leave_report(folder: Path, ended: Sequence[Trial], say: Say) -> None:
 
     try:
         write_report([folder / each.folder for each in ended], folder / REPORT_FILE)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         say(f"no {REPORT_FILE}: {error}")
     else:
         say(f"all compared: {folder / REPORT_FILE}")

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import INTERRUPTED_EXIT_CODE, BucketBehind, ConfigError, WorkerFailed
+from lockstep.errors import BucketBehind, ConfigError
 from lockstep.launchers import script
 from lockstep.launchers.base import DETACHED, Ended, Out, launcher_of, run_name, trains_here
 from lockstep.mirror.url import Url, place
-from lockstep.terminal import tell
+from lockstep.terminal import say
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
@@ -49,7 +49,7 @@ def train(
             )
         if loaded.launch.type == "local" and (trained := _in_this_process(loaded, out_place)) is not None:
             return trained
-    with launcher.train(loaded, out_place, _say) as ended:
+    with launcher.train(loaded, out_place, say) as ended:
         if ended.result is None:
             return _as_rank(ended)
         assert ended.folder is not None and ended.config is not None
@@ -74,7 +74,7 @@ def _in_this_process(config: RunConfig, out: Out) -> dict[str, Any] | None:
     from lockstep.tasks.config_checks import CannotImport, check_made, check_parts
 
     out.check()
-    config = local.resolved(config, _say)
+    config = local.resolved(config, say)
     check_parts(config, (CannotImport,))
     check_made(config)
     folder = out.new(config)
@@ -167,28 +167,13 @@ def _as_rank(ended: Ended) -> dict[str, Any]:
 
 
 def _outcome(folder: Path, result: Result, processes: int, url: Url | None) -> dict[str, Any]:
-    from lockstep.distributed.failure import how_to_plan
-    from lockstep.engine.stop_requests import Preempted
+    from lockstep.launchers.ending import require_done
     from lockstep.record import run_folder
     from lockstep.runs.report import leave_report
 
-    failure = result.failure
     if url is None:
-        if failure is not None:
-            run_folder.record(folder, "failed", failure.cause)
-        leave_report(folder, _say)
-    if failure is not None:
-        text = failure.render(processes)
-        if failure.memory:
-            text += f"\n{how_to_plan(str(folder / 'config.yaml'), processes)}"
-        raise WorkerFailed(failure.rank, failure.host, text, failure.exit_code)
-    if result.exit_code == INTERRUPTED_EXIT_CODE:
-        raise KeyboardInterrupt
-    if result.exit_code:
-        raise Preempted("asked to stop")
+        if result.failure is not None:
+            run_folder.record(folder, "failed", result.failure.cause)
+        leave_report(folder, say)
+    require_done(result, processes, str(folder / "config.yaml"))
     return {**run_folder.read_summary(folder), "folder": folder if url is None else str(url)}
-
-
-def _say(text: str) -> None:
-    for line in text.splitlines():
-        tell(f"lockstep: {line}")

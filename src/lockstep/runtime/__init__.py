@@ -77,15 +77,20 @@ def create(runtime: str, local_rank: int, local_world_size: int, settings: RunSe
     return {"cpu": CpuRuntime, "cuda": CudaRuntime}[runtime](local_rank, settings.launch.share_devices)
 
 
+def set_variables(wanted: Mapping[str, str | None]) -> None:
+    """Sets environment variables, and removes those that are None."""
+    for name, value in wanted.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 @contextlib.contextmanager
 def with_variables(wanted: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
+    set_variables(wanted)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        set_variables(before)

@@ -18,7 +18,7 @@ import torch
 
 from lockstep import version
 from lockstep.config.schema import RunSettings
-from lockstep.distributed.activity import Activity, Beat, beat_key
+from lockstep.distributed.activity import Activity, Beat, beat_key, encoded
 from lockstep.distributed.group import Group
 from lockstep.distributed.rendezvous import join
 from lockstep.distributed.rollcall.report import (
@@ -30,7 +30,7 @@ from lockstep.distributed.rollcall.report import (
     digest,
     find_faults,
     render,
-)
+)  # fmt: skip
 from lockstep.distributed.topology import Topology, ranks_text
 from lockstep.errors import PeerLost, RankAbsent, RollCallError
 from lockstep.runtime.base import Runtime
@@ -50,8 +50,8 @@ def call(store: Any, mine: Report, evidence: Evidence, limit: float, share_devic
         return [mine]
     number = store.add("rollcall/arrivals", 1)
     # Read only if a digest differs.
-    store.set(f"rollcall/evidence/{number}", json.dumps(asdict(evidence)))
-    store.set(f"rollcall/report/{number}", json.dumps(asdict(mine)))
+    store.set(f"rollcall/evidence/{number}", encoded(asdict(evidence)))
+    store.set(f"rollcall/report/{number}", encoded(asdict(mine)))
     if mine.rank != 0:
         if number > mine.world_size:
             _refuse_one_too_many(store, mine)
@@ -158,20 +158,12 @@ def hold(
 def report(topology: Topology, runtime: Runtime, evidence: Evidence) -> Report:
     place = topology.place
     return Report(
-        rank=place.rank,
-        local_rank=place.local_rank,
-        host=place.host,
-        pid=os.getpid(),
-        device=str(runtime.device),
-        physical_device=runtime.identity(),
-        world_size=topology.world_size,
-        runtime_world=runtime.world_size(),
-        python=platform.python_version(),
-        torch=torch.__version__,
-        lockstep=version.installed(),
-        config=digest(evidence.config),
-        source=digest(evidence.source),
-    )
+        rank=place.rank, local_rank=place.local_rank, host=place.host, pid=os.getpid(),
+        device=str(runtime.device), physical_device=runtime.identity(),
+        world_size=topology.world_size, runtime_world=runtime.world_size(),
+        python=platform.python_version(), torch=torch.__version__, lockstep=version.installed(),
+        config=digest(evidence.config), source=digest(evidence.source),
+    )  # fmt: skip
 
 
 def prove(group: Group, runtime: Runtime, limit: float) -> None:

@@ -9,9 +9,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from lockstep.config.changes import changes
 from lockstep.config.plain import columns
@@ -22,6 +24,8 @@ from lockstep.errors import RollCallError
 
 @dataclass(frozen=True)
 class Report:
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
     rank: int
     local_rank: int
     host: str
@@ -41,34 +45,26 @@ class Report:
 class Evidence:
     """Details that are compared only if digests differ."""
 
-    config: Mapping[str, Any]
-    source: Mapping[str, str]  # file -> digest
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
+    config: dict[str, Any]
+    source: dict[str, str]  # file -> digest
 
 
+_KINDS: Mapping[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (Report, Evidence)}
 Said = TypeVar("Said", Report, Evidence)
 
 
 def decoded(kind: type[Said], data: bytes | None) -> Said:
     """Decodes a report or evidence from the network and checks its types."""
     try:
-        said = kind(**json.loads(data or b"null"))
-        fits = all(type(getattr(said, each.name)) in _types(each.type) for each in fields(said))
-    except (ValueError, TypeError, RecursionError):
-        fits = False
-    if not fits:
+        said: Said = _KINDS[kind].validate_json(data or b"")
+    except ValidationError:
         raise RollCallError(
             f"a rank sent something that is no {kind.__name__.lower()} of a rank: {(data or b'')[:80]!r}. Check that "
             "all hosts have the same version of Lockstep"
-        )
+        ) from None
     return said
-
-
-def _types(annotation: Any) -> tuple[type, ...]:
-    text = str(annotation)
-    if text.startswith("Mapping"):
-        return (dict,)
-    named = {"int": int, "str": str, "None": type(None)}
-    return tuple(named[each.strip()] for each in text.split("|"))
 
 
 def comparable(config: Mapping[str, Any]) -> dict[str, Any]:

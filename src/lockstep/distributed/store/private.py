@@ -9,7 +9,6 @@ import os
 import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from lockstep.errors import LaunchError
 SOCKET = "store"
 # What the address of a Unix socket can hold on every system; one byte ends it.
 _LONGEST_PATH = 103
-_STALE_SECONDS = 24 * 3600.0
 
 
 @contextlib.contextmanager
@@ -72,7 +70,6 @@ class Claim:
         for left in folder.iterdir():  # by one that was killed
             if left.name != "lock":
                 left.unlink(missing_ok=True)
-        _remove_stale(folder)
 
     def release(self) -> None:
         if os.getpid() != self._owner:  # a fork of the one that serves there
@@ -86,9 +83,9 @@ def _places() -> list[Path]:
     named = os.environ.get("XDG_RUNTIME_DIR")
     own = [Path(named)] if named and len(named) < _LONGEST_PATH - 50 and _not_private(Path(named)) is None else []
     anybody = Path("/tmp") if os.access("/tmp", os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
-    # Where somebody else has taken the name in a folder that is everybody's.
-    home = [each for each in (Path.home() / ".cache",) if each.is_dir() and len(str(each)) < _LONGEST_PATH - 50]
-    return [*own, anybody, *home]
+    # Where somebody else has taken the name in a folder that is everybody's. A home may be missing, or another user's.
+    home = os.path.expanduser("~/.cache")  # noqa: PTH111  pathlib raises for these
+    return [*own, anybody, *([Path(home)] if os.path.isdir(home) and len(home) < _LONGEST_PATH - 50 else [])]  # noqa: PTH112
 
 
 def _not_private(folder: Path) -> str | None:
@@ -111,20 +108,6 @@ def _network() -> int:
         return Path("/proc/self/ns/net").stat().st_ino
     except OSError:
         return 0
-
-
-def _remove_stale(mine: Path) -> None:
-    """Removes what killed runs left long ago."""
-    with contextlib.suppress(OSError):
-        for each in mine.parent.iterdir():
-            if each != mine and each.is_dir() and each.stat().st_mtime < time.time() - _STALE_SECONDS:
-                with contextlib.suppress(OSError, BlockingIOError):
-                    lock = os.open(each / "lock", os.O_RDWR | os.O_CLOEXEC)
-                    try:
-                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        shutil.rmtree(each, ignore_errors=True)
-                    finally:
-                        os.close(lock)
 
 
 def store_prefix(attempt: int, meeting: int = 0) -> str:

@@ -161,7 +161,6 @@ class Server:
         self._waiting: dict[bytes, list[_Wait]] = {}  # by the key that is missing
         self._deadlines: list[_Wait] = []
         self._warned: dict[str, float] = {}
-        self._accepting = True
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         for each in (listener, self._wake, self._woken):

@@ -146,7 +146,8 @@ def fresh() -> str:
 
 def from_file() -> str | None:
     """Returns the user's secret for runs on several hosts, if there is one."""
-    file = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "lockstep" / "secret"
+    home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")  # noqa: PTH111  there may be no home
+    file = Path(home) / "lockstep" / "secret"
     try:
         with file.open("rb") as opened:
             status = os.fstat(opened.fileno())

@@ -21,6 +21,7 @@ from lockstep.distributed.watch.stacks import is_users
 from lockstep.distributed.watch.stall import Limits, RunningClock, Seen, Watcher
 from lockstep.errors import RankStalled
 from lockstep.shown import in_a_line, shown
+from lockstep.terminal import standard_error
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class Heartbeat:
         self.show: Callable[[list[Seen]], None] | None = None  # on rank 0: displays all ranks
         self.ask_to_save: Callable[[], None] = lambda: None  # on rank 0, before stuck ranks are ended
         self.reports_resident_memory = False  # on the CPU
-        self._terminal = os.dup(2)  # before the output of ranks is redirected to their logs
+        self._terminal = standard_error()  # before the output of ranks is redirected to their logs
         beat = self._beat if store is not None else self._beat_alone
         self._threads = [threading.Thread(target=beat, name="lockstep-heartbeat", daemon=True)]
         if not self._watched and store is not None:

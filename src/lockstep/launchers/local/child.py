@@ -24,14 +24,13 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Event
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.distributed.failure import report, stop_file
+from lockstep.distributed.failure import report
 from lockstep.distributed.signals import end_below, nothing
 from lockstep.distributed.watch.heartbeat import user_line
 from lockstep.errors import PREEMPTED_EXIT_CODE, ConfigError
+from lockstep.runtime import set_variables
 from lockstep.terminal import make_safe
 
 if TYPE_CHECKING:
@@ -42,6 +41,7 @@ LEAVE_SECONDS = 30.0
 # How long a process may take to save and leave once its launcher is gone.
 _ORPHAN_SECONDS = 60.0
 _CHECK_SECONDS = 30
+_LENGTH_BYTES = 8  # before every message to the launcher
 _GRACEFUL = (None, 0, PREEMPTED_EXIT_CODE)
 _BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 _NOTHING = pickle.dumps(None)
@@ -87,18 +87,8 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def leaving_file(error_file: Path) -> Path:
-    """Returns the file that a rank writes when its work is done, before it takes its time to leave."""
-    return error_file.with_name(f"leaving-{error_file.stem}")
-
-
-def late_file(error_file: Path) -> Path:
-    """Returns the file with what a rank was still doing when its time to leave was over."""
-    return error_file.with_name(f"late-{error_file.stem}")
-
-
 def run_rank(*arguments: Any) -> None:
-    """The target of every process from the fork server; failures are in its error file and not printed here."""
+    """The target of every process from the fork server; failures are sent to the launcher and not printed here."""
     try:
         _run_rank(*arguments)
     except (Exception, KeyboardInterrupt):
@@ -106,36 +96,51 @@ def run_rank(*arguments: Any) -> None:
 
 
 def _run_rank(
-    index: int,
+    rank: int,
+    alone: bool,
     entry: Callable[[Any], Any],
-    arguments: Sequence[Any],
-    envs: Sequence[Mapping[str, str]],
-    error_files: Sequence[str],
-    outcomes: Sequence[Any],
-    all_returned: Event,
+    argument: Any,
+    env: Mapping[str, str | None],
+    channel: socket.socket,
     ignored: Sequence[int],
 ) -> None:
     """Sends its outcome to the launcher before it leaves. `ignored` are signals that the launcher ignores."""
-    os.environ.update(envs[index])
-    error_file = Path(error_files[index])
+    set_variables(env)
+    channel.settimeout(None)  # the user's file, which is imported before, may set another default
     parent, exit_code = _Parent(), 1
     try:
-        with _writing_failure(error_file):
-            _set_up_process(error_file, ignored)
-            if len(envs) == 1:
+        with _sending_failure(channel):
+            _set_up_process(channel, ignored)
+            if alone:
                 _open_stdin()
-            outcome = _outcome(entry, arguments[index])
-            if not parent.gone():
-                outcomes[index].put(outcome)
+            _send(channel, "returned", _outcome(entry, argument))
         exit_code = 0
     except SystemExit as leaving:
         exit_code = leaving.code if isinstance(leaving.code, int) else 1
         raise
     finally:
-        _leave(index, exit_code, error_file)
+        _leave(rank, exit_code, channel)
         parent.work_is_done()
     # Its connections stay open until all ranks are done, so that nobody takes a rank that has left for a failed one.
-    all_returned.wait()
+    with contextlib.suppress(OSError):
+        while channel.recv(64):
+            pass
+
+
+def _send(channel: socket.socket, kind: str, content: Any = None) -> None:
+    message = pickle.dumps((kind, content))
+    with contextlib.suppress(OSError):  # the launcher is gone
+        channel.sendall(len(message).to_bytes(_LENGTH_BYTES) + message)
+
+
+def take_message(received: bytearray) -> tuple[str, Any] | None:
+    """Removes and returns the first message that a rank has sent, or None where it is not whole."""
+    end = _LENGTH_BYTES + int.from_bytes(received[:_LENGTH_BYTES])
+    if len(received) < end:
+        return None
+    message: tuple[str, Any] = pickle.loads(received[_LENGTH_BYTES:end])
+    del received[:end]
+    return message
 
 
 def run_command(argv: tuple[str, ...]) -> None:
@@ -145,10 +150,11 @@ def run_command(argv: tuple[str, ...]) -> None:
     runpy._run_module_as_main(argv[3])  # type: ignore[attr-defined]
 
 
-def check_config(connection: Connection, config: RunConfig, elsewhere: bool) -> None:
+def check_config(connection: Connection, config: RunConfig, elsewhere: bool, env: Mapping[str, str | None]) -> None:
     """Sends what is wrong with the names in a config, and what could not be checked."""
     from lockstep.tasks.config_checks import ELSEWHERE, CannotImport, check_made, check_parts
 
+    set_variables(env)
     signal.alarm(_CHECK_SECONDS)  # also where the launcher is gone
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):  # the ranks import the same, and show what it prints
@@ -180,7 +186,7 @@ def _outcome(entry: Callable[[Any], Any], argument: Any) -> Outcome:
         raise
 
 
-def _set_up_process(error_file: Path, ignored: Sequence[int]) -> None:
+def _set_up_process(channel: socket.socket, ignored: Sequence[int]) -> None:
     """Undoes what is right for the fork server alone. Signals that come before a rank listens must not end it."""
     import torch
 
@@ -188,7 +194,8 @@ def _set_up_process(error_file: Path, ignored: Sequence[int]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN if signal.SIGTERM in ignored else signal.SIG_DFL)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU):
         signal.signal(number, nothing)  # ranks leave signals of the terminal to the launcher
-    if stop_file(error_file).exists():
+    with contextlib.suppress(BlockingIOError):  # no request to stop was sent yet
+        channel.recv(1, socket.MSG_DONTWAIT)
         os.kill(os.getpid(), signal.SIGTERM)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the launcher reports failures
     # Processes that a rank starts itself (data workers) do not come from a fork server.
@@ -203,25 +210,24 @@ def _open_stdin() -> None:
 
 
 @contextlib.contextmanager
-def _writing_failure(error_file: Path) -> Iterator[None]:
+def _sending_failure(channel: socket.socket) -> Iterator[None]:
     try:
         yield
     except SystemExit:
         raise
     except BaseException as error:
-        report(error, int(os.environ.get("RANK", "0")), socket.gethostname()).write(error_file)
+        _send(channel, "failed", report(error, int(os.environ.get("RANK", "0")), socket.gethostname()))
         raise
 
 
-def _leave(rank: int, exit_code: int, error_file: Path) -> None:
+def _leave(rank: int, exit_code: int, channel: socket.socket) -> None:
     """Does what Python does at the end of a process, which a forked one leaves out; ends it where that takes long."""
-    with contextlib.suppress(OSError):  # where the launcher is gone, so is its folder
-        leaving_file(error_file).touch()
+    _send(channel, "leaving")
     for number in (signal.SIGTERM, signal.SIGINT):
         # The launcher may ask to stop although the work is done. A function, since SIG_IGN would be inherited.
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, lambda *_: None)
-    limit = threading.Timer(LEAVE_SECONDS, _end_late, (rank, exit_code, error_file, threading.get_ident()))
+    limit = threading.Timer(LEAVE_SECONDS, _end_late, (rank, exit_code, channel, threading.get_ident()))
     limit.daemon = True
     limit.start()
     threading._shutdown()  # type: ignore[attr-defined]
@@ -230,7 +236,7 @@ def _leave(rank: int, exit_code: int, error_file: Path) -> None:
     limit.cancel()
 
 
-def _end_late(rank: int, exit_code: int, error_file: Path, main_thread: int) -> None:
+def _end_late(rank: int, exit_code: int, channel: socket.socket, main_thread: int) -> None:
     where = user_line(sys._current_frames().get(main_thread))
     waited = [each for each in threading.enumerate() if each is not threading.main_thread() and not each.daemon]
     threads = ", ".join(sorted(each.name for each in waited))
@@ -238,8 +244,7 @@ def _end_late(rank: int, exit_code: int, error_file: Path, main_thread: int) -> 
         f"rank {rank} was still at {where} {LEAVE_SECONDS:g} s after the end of its work, so that it was ended there "
         f"({f'it waited for its threads: {threads}' if threads else 'an atexit handler, or a process that it started'})"
     )
-    with contextlib.suppress(OSError):
-        late_file(error_file).write_text(text, encoding="utf-8")
+    _send(channel, "late", text)
     os._exit(exit_code)
 
 

@@ -1,4 +1,4 @@
-"""The process that ranks are forked from, one for each number of threads."""
+"""The process that ranks are forked from, which has imported torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.distributed.signals import QUIET_SIGNALS, end_below, handled, processes_below, state_of, unless_ignored
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.import_path import safe_interpreters
 from lockstep.launchers.local.child import check_config
+from lockstep.runtime import with_variables
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
@@ -25,45 +26,51 @@ _START_SECONDS = 120.0
 # How long checking the names in a config may delay the start of ranks.
 _CHECK_SECONDS = 15.0
 
-# The number of threads per rank that the fork server was started for; 0: started by other code, or not yet.
-_threads = 0
-# The state of multiprocessing for the servers that were started for other numbers, and the process ids of ours.
-_set_aside, _started = dict[int, dict[str, Any]](), dict[int, int | None]()
+# Variables that torch and its libraries read while they are loaded. A forked process could change the number of threads
+# for its main thread alone: those of gloo, which compute too, would keep the server's, and the order of sums depends on
+# it.
+_READ_AT_IMPORT = ("OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH_")
+
+# The process id and the environment of the server that was started here; one of other code is left alone.
+_started: tuple[int | None, Mapping[str, str]] = (None, {})
 
 
 def warm_up(threads: int) -> None:
     """Starts a fork server for ranks of so many threads: it imports torch once for all, in the background."""
-    _change_to(threads)
+    global _started
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    server = ForkServer()
+    if server.pid != _started[0] or _read_at_import(environment) != _read_at_import(_started[1]):
+        stop()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lockstep.launchers.local.preload"])
     # A signal to the whole process group must end neither it nor multiprocessing's resource tracker, so both start with
     # it ignored. And `python -c`, which starts them, would look for multiprocessing in the current folder first.
-    with handled(dict.fromkeys(unless_ignored(QUIET_SIGNALS), signal.SIG_IGN)), safe_interpreters():
-        before = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        try:
-            multiprocessing.resource_tracker.ensure_running()
-            multiprocessing.forkserver.ensure_running()
-            _started[threads] = ForkServer().pid
-        finally:
-            del os.environ["OMP_NUM_THREADS"]
-            if before is not None:
-                os.environ["OMP_NUM_THREADS"] = before
+    ignored = dict.fromkeys(unless_ignored(QUIET_SIGNALS), signal.SIG_IGN)
+    with handled(ignored), safe_interpreters(), with_variables({"OMP_NUM_THREADS": str(threads)}):
+        multiprocessing.resource_tracker.ensure_running()
+        multiprocessing.forkserver.ensure_running()
+    if server.pid != _started[0]:
+        _started = (server.pid, environment)
 
 
-def _change_to(threads: int) -> None:
-    """Libraries read the number of threads when they are loaded; a forked process could change it for its main thread
-    alone. Threads of gloo, which compute too, would keep the server's, and the order of sums depends on it."""
-    global _threads
+def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(_READ_AT_IMPORT)}
+
+
+def changes() -> dict[str, str | None]:
+    """Returns the variables that were set, or removed (None), since the server was started."""
+    before = _started[1]
+    return {name: os.environ.get(name) for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
+
+
+def stop() -> None:
+    """Lets go of the fork server. Ours ends with the last process that it made; one of other code lives on."""
     served = vars(multiprocessing.forkserver._forkserver)
-    if served["_forkserver_pid"] not in (None, _started.get(_threads)):
-        _threads = 0  # of other code, since ours ended
-    if threads == _threads:
-        return
-    _set_aside[_threads] = {name: each for name, each in served.items() if name != "_lock"}
-    new = {name: each for name, each in vars(multiprocessing.forkserver.ForkServer()).items() if name != "_lock"}
-    served.update(_set_aside.pop(threads, new))
-    _threads = threads
+    if served["_forkserver_pid"] is not None and served["_forkserver_pid"] == _started[0]:
+        os.close(served["_forkserver_alive_fd"])
+    none = vars(multiprocessing.forkserver.ForkServer())
+    served.update({name: each for name, each in none.items() if name != "_lock"})
 
 
 def check(config: RunConfig, elsewhere: bool = False) -> str:
@@ -73,7 +80,8 @@ def check(config: RunConfig, elsewhere: bool = False) -> str:
     """
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=check_config, args=(theirs, config, elsewhere), name="lockstep-check", daemon=True)
+    given = (theirs, config, elsewhere, changes())
+    process = context.Process(target=check_config, args=given, name="lockstep-check", daemon=True)
     server, answer = ForkServer(), ("", f"importing the task took longer than {_CHECK_SECONDS:g} s, or failed")
     try:
         server.start(process.start)
@@ -90,11 +98,6 @@ def check(config: RunConfig, elsewhere: bool = False) -> str:
     if problem:
         raise ConfigError(problem)
     return not_checked
-
-
-def stop() -> None:
-    """Ends the fork server, where no ranks will be started by it."""
-    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 class ForkServer:

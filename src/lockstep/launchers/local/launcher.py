@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def plan(config: RunConfig, out: Out, folder: str | None = None) -> tuple[RunConfig, str]:
-    from lockstep.terminal import tell
+    from lockstep.terminal import say
 
-    config = resolved(config, lambda text: tell(f"lockstep: {text}"))
+    config = resolved(config, say)
     checks.check_imports(config)
     return config, _plan(config, folder or "RUN_DIR").render()
 
@@ -103,10 +103,7 @@ def _launch(folder: Path, config: RunConfig, mirror: Mirror | None, say: Say) ->
     if config.after is None:
         say(f"{count} process{'es' if count > 1 else ''} on {config.runtime}{threads}; run folder {folder}")
     result = supervisor.launch(
-        plan,
-        max_restarts=config.launch.max_restarts,
-        grace=config.timeouts.stop,
-        watch=Limits.of(config.timeouts, config.runtime),
-        folder=folder,
-    )
+        plan, max_restarts=config.launch.max_restarts, grace=config.timeouts.stop,
+        watch=Limits.of(config.timeouts, config.runtime), folder=folder,
+    )  # fmt: skip
     return Ended(result.exit_code, config, folder, result, mirror)

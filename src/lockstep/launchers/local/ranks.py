@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 import multiprocessing
 import os
 import resource
-import shutil
 import signal
 import socket
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
-from pathlib import Path
 from typing import Any
 
-from lockstep.distributed.failure import Failure, Report, Result, stop_file, what_is_full
+from lockstep.distributed.failure import Failure, Report, Result
 from lockstep.distributed.signals import QUIET_SIGNALS, end_below, state_of
 from lockstep.errors import LaunchError
-from lockstep.launchers.local.child import LEAVE_SECONDS, Outcome, late_file, leaving_file, run_command, run_rank
-from lockstep.launchers.local.fork_server import ForkServer
+from lockstep.launchers.local.child import LEAVE_SECONDS, Outcome, run_command, run_rank, take_message
+from lockstep.launchers.local.fork_server import ForkServer, changes
 from lockstep.launchers.plan import LaunchPlan
 from lockstep.launchers.supervisor import failed
-from lockstep.terminal import tell
+from lockstep.terminal import say
 
 # How long the other ranks get to fail by themselves once one has, and to end once they are asked to.
 _FALL_SECONDS = 0.5
@@ -38,6 +34,8 @@ _OF_NO_SERVER = 255
 _GONE_SECONDS = LEAVE_SECONDS + 10.0
 # How long ranks get to save once the fork server is gone.
 _SAVE_SECONDS = 60.0
+# How long a look reads what a rank sends, and waits for more of a message that has begun.
+_READ_SECONDS, _PAUSE_SECONDS, _READ_BYTES = 0.5, 0.01, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,26 @@ class Ended:
     without_server: str | None = None  # the fork server is gone, and with it the exit codes
 
 
+class _Channel:
+    """The launcher's end of the connection to a rank, which may be stopped or killed in the midst of a message."""
+
+    def __init__(self) -> None:
+        self.socket, self.of_rank = socket.socketpair()
+        self._received = bytearray()
+
+    def messages(self) -> Iterator[tuple[str, Any]]:
+        """Yields the messages that have arrived as a whole."""
+        until = time.monotonic() + _READ_SECONDS
+        with suppress(OSError):  # nothing more yet, or the rank is gone
+            while time.monotonic() < until:
+                self.socket.settimeout(_PAUSE_SECONDS if self._received else 0.0)
+                if not (data := self.socket.recv(_READ_BYTES)):
+                    break
+                self._received += data
+        while (message := take_message(self._received)) is not None:
+            yield message
+
+
 class Ranks:
     """All processes of an attempt, from multiprocessing's fork server: polled, asked to stop, ended.
 
@@ -58,14 +76,13 @@ class Ranks:
     """
 
     def __init__(self, entry: Callable[..., Any], arguments: list[Any], envs: list[dict[str, str]]) -> None:
-        self._context = multiprocessing.get_context("forkserver")
         self._entry, self._arguments, self._envs = entry, arguments, envs
-        self._folder = Path(tempfile.mkdtemp(prefix="lockstep-"))
-        self._error_files = [self._folder / f"error-{rank}.json" for rank in range(len(envs))]
-        self._outcomes = [self._context.SimpleQueue() for _ in envs]
-        self._all_returned = self._context.Event()
+        self._channels: list[_Channel] = []
         self._processes: list[ForkServerProcess] = []
         self._return_values: dict[int, Outcome] = {}
+        self._reports: dict[int, Report] = {}
+        self._leaving: set[int] = set()
+        self._late: list[str] = []
         self._returned_at = math.inf
         self._server = ForkServer()
 
@@ -76,17 +93,20 @@ class Ranks:
         self.leave()
 
     def leave(self) -> None:
-        """Ends what is left, says which ranks were late, and removes what they wrote down."""
+        """Ends what is left, and says which ranks were late."""
         self.end()
-        for file in map(late_file, self._error_files):
-            with suppress(FileNotFoundError):
-                tell(f"lockstep: {file.read_text(encoding='utf-8')}")
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._collect()
+        for text in self._late:
+            say(text)
+        for channel in self._channels:
+            channel.socket.close()
 
     def ask_to_stop(self) -> None:
+        for channel in self._channels:  # for a rank that is only now being made and would not hear the signal
+            with suppress(OSError):
+                channel.socket.send(b"s")
         for rank in self.pids():
             self._signal(rank, signal.SIGTERM)
-        stop_file(self._error_files[0]).touch()  # for a rank that is only now being made and did not hear it
 
     def ask_to_save(self) -> None:
         """Asks rank 0: the others learn of it from there, and one request leads to one save."""
@@ -110,12 +130,14 @@ class Ranks:
         self._server.start(self._make_processes)
 
     def _make_processes(self) -> None:
-        files = [str(each) for each in self._error_files]
+        context, changed, alone = multiprocessing.get_context("forkserver"), changes(), len(self._envs) == 1
         ignored = [int(each) for each in QUIET_SIGNALS if signal.getsignal(each) is signal.SIG_IGN]
-        for rank in range(len(self._envs)):
-            given = (rank, self._entry, self._arguments, self._envs, files, self._outcomes, self._all_returned, ignored)
-            process = self._context.Process(target=run_rank, args=given, name=f"rank-{rank}")
+        for rank, (argument, env) in enumerate(zip(self._arguments, self._envs, strict=True)):
+            self._channels.append(channel := _Channel())
+            given = (rank, alone, self._entry, argument, {**changed, **env}, channel.of_rank, ignored)
+            process = context.Process(target=run_rank, args=given, name=f"rank-{rank}")
             process.start()
+            channel.of_rank.close()
             self._processes.append(process)
 
     def pids(self) -> dict[int, int]:
@@ -126,12 +148,9 @@ class Ranks:
         return Ended(returned=dict(self._return_values)) if len(self._return_values) == len(self._envs) else None
 
     def reports(self) -> list[Report]:
-        """Returns the failures that ranks wrote down."""
-        found = []
-        for file in self._error_files:
-            with suppress(FileNotFoundError, ValueError):
-                found.append(Report(**json.loads(file.read_text(encoding="utf-8"))))
-        return found
+        """Returns the failures that ranks reported."""
+        self._collect()
+        return list(self._reports.values())
 
     def host_of(self, rank: int) -> str:
         return socket.gethostname()
@@ -173,22 +192,34 @@ class Ranks:
         return self._server.is_gone
 
     def _collect(self) -> None:
-        """Receives what ranks returned; once all have, they may leave."""
-        for rank, queue in enumerate(self._outcomes):
-            if not queue.empty():
-                self._return_values[rank] = queue.get()
+        """Receives what ranks send; once all have returned, they may leave."""
+        for rank, channel in enumerate(self._channels):
+            for kind, content in channel.messages():
+                if kind == "returned":
+                    self._return_values[rank] = content
+                elif kind == "failed":
+                    self._reports[rank] = content
+                elif kind == "leaving":
+                    self._leaving.add(rank)
+                elif kind == "late":
+                    self._late.append(content)
         if self.done() is not None and self._returned_at == math.inf:
-            self._all_returned.set()
+            self._release()
             self._returned_at = time.monotonic()
+
+    def _release(self) -> None:
+        """Lets ranks leave that have done their work, which wait for all others to have done theirs."""
+        for channel in self._channels:
+            with suppress(OSError):
+                channel.socket.shutdown(socket.SHUT_WR)
 
     def _ended_without_server(self) -> Ended:
         """Asks ranks to save and leave: they continue without the server, but their end would not be seen."""
-        pids = [pid for pid in self.pids().values() if state_of(pid) not in (None, "Z")]
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+        pids = self._there()
+        for rank in self.pids():
+            self._signal(rank, signal.SIGTERM)
         deadline = time.monotonic() + _SAVE_SECONDS
-        while any(state_of(pid) not in (None, "Z") for pid in pids) and time.monotonic() < deadline:
+        while self._there() and time.monotonic() < deadline:
             self._collect()
             time.sleep(0.05)
         self._collect()
@@ -201,6 +232,9 @@ class Ranks:
         )
         return Ended(without_server=cause)
 
+    def _there(self) -> list[int]:
+        return [pid for pid in self.pids().values() if state_of(pid) not in (None, "Z")]
+
     def _end_ranks_of_no_server(self, pids: list[int]) -> None:
         end_below(pids)
         for pid in pids:
@@ -210,7 +244,7 @@ class Ranks:
     def end(self) -> None:
         """Ends every process that is left."""
         if self._server.is_gone:  # and multiprocessing takes all of its processes for dead
-            self._end_ranks_of_no_server([pid for pid in self.pids().values() if state_of(pid) not in (None, "Z")])
+            self._end_ranks_of_no_server(self._there())
         for rank in self._alive():
             self._signal(rank, signal.SIGKILL)
         deadline = time.monotonic() + END_SECONDS
@@ -226,7 +260,7 @@ class Ranks:
         fallen = {rank: code for rank, code in self._exit_codes().items() if code}
         for rank in self._at_work():
             self._signal(rank, signal.SIGTERM)
-        self._all_returned.set()  # a rank that has done its work waits for all others to have done theirs
+        self._release()
         while self._alive() and time.monotonic() < began + _GONE_SECONDS:
             if self._at_work() and time.monotonic() > began + _FALL_SECONDS + END_SECONDS:
                 break
@@ -243,15 +277,14 @@ class Ranks:
 
     def _at_work(self) -> list[int]:
         """Returns the ranks that are not leaving already."""
-        return [rank for rank in self._alive() if not leaving_file(self._error_files[rank]).exists()]
+        self._collect()
+        return [rank for rank in self._alive() if rank not in self._leaving]
 
 
 def _result(ended: Ended | None) -> Result | None:
     if ended is None:
         return None
-    returned = {
-        rank: outcome.received(rank, lambda text: tell(f"lockstep: {text}")) for rank, outcome in ended.returned.items()
-    }
+    returned = {rank: outcome.received(rank, say) for rank, outcome in ended.returned.items()}
     return Result(max(outcome.exit_code for outcome in ended.returned.values()), returned)
 
 
@@ -278,6 +311,5 @@ def _cannot_start(count: int, error: OSError) -> str:
         errno.EMFILE: f"the limit of open files is {files}; raise it (ulimit -n)",
         errno.EAGAIN: "the limit of processes is reached; raise it (ulimit -u), or end some",
         errno.ENOMEM: "there is not enough memory; use fewer processes",
-        errno.ENOSPC: what_is_full(tempfile.gettempdir()),
     }.get(error.errno or 0, "`lockstep doctor` looks for what is wrong")
     return f"{count} process{'' if count == 1 else 'es'} could not be started: {error.strerror or error}; {remedy}"

@@ -19,7 +19,7 @@ from lockstep.launchers.supervisor import run_attempts, supervise
 from lockstep.record import timeline as timelines
 from lockstep.record.timeline import Timeline
 from lockstep.runs.report import leave_report
-from lockstep.terminal import tell
+from lockstep.terminal import say
 
 if TYPE_CHECKING:
     from lockstep.distributed.store.client import Client
@@ -45,7 +45,7 @@ def launch(
     is that of their run, for its timeline.
     """
     fork_server.warm_up(plan.threads)
-    with timelines.opened(folder, _warn) as timeline:
+    with timelines.opened(folder, say) as timeline:
         timeline.note("start", world_size=len(plan.processes))
         try:
             result = _run(plan, entry, argument, max_restarts, grace, watch, timeline)
@@ -53,7 +53,7 @@ def launch(
             timeline.note("end", status="failed", note=str(error))
             timeline.close()
             if folder is not None:
-                leave_report(folder, _warn)
+                leave_report(folder, say)
             raise
         timeline.ended(result, len(plan.processes))
         return result
@@ -89,7 +89,7 @@ def _run(
         def can_restart(number: int) -> bool:
             saved = _saved_and_not_restored(store.under(store_prefix(number)), timeline.folder)
             if saved is not None:
-                _warn(
+                say(
                     f"not restarted: main does not call run.restore(), so a restart would begin at step 0 and not "
                     f"use {saved}. Call run.restore() after run.setup, and start the run again"
                 )
@@ -109,10 +109,6 @@ def _saved_and_not_restored(heartbeats: Any, folder: Path | None) -> str | None:
     storage = CheckpointStorage(folder / "checkpoints")
     steps = storage.steps()
     return storage.path(steps[-1]).name if steps else None
-
-
-def _warn(text: str) -> None:
-    tell(f"lockstep: {text}")
 
 
 @contextlib.contextmanager

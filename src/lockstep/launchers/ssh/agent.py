@@ -28,14 +28,15 @@ from lockstep.distributed.watch.stall import Limits
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, LockstepError
 from lockstep.launchers.local.fork_server import warm_up
 from lockstep.launchers.local.ranks import Ranks, start
-from lockstep.launchers.plan import LaunchPlan, ProcessPlan, available_cores
+from lockstep.launchers.plan import LaunchPlan, ProcessPlan, thread_count
 from lockstep.launchers.ssh.folder import Job
 from lockstep.launchers.ssh.head import GONE_SECONDS, Head, HeadThread, Line
 from lockstep.launchers.ssh.host import interface_of
 from lockstep.launchers.ssh.record import Order, checked_env
 from lockstep.mirror import staging
 from lockstep.mirror.mark import mirrored
-from lockstep.mirror.url import parse
+from lockstep.mirror.mirror import Mirror
+from lockstep.mirror.url import Url, parse
 from lockstep.record import folder_lock, run_folder
 from lockstep.terminal import make_safe, tell
 
@@ -48,7 +49,7 @@ class Agent:
         self._order, self._job = order, job
         self._config = order.run_config()
         self._signals = Signals(save_on_request=True)
-        self._threads = self._config.launch.threads or max(1, available_cores() // order.here.count)
+        self._threads = thread_count(self._config.launch.threads, order.here.count, os.environ)
         self._ranks: Ranks | None = None
         self._attempt, self._saves = -1, 0
         self._asked = self._dumped = False  # in this attempt
@@ -156,7 +157,7 @@ class Agent:
     def _leading(self) -> Iterator[HeadThread | None]:
         """On the first host, serves the store, holds the run's folder and runs the head."""
         if self._order.index:
-            self._job.has_begun()
+            self._say_it_has_begun()
             yield None
             return
         address, port = self._order.head.address, self._order.port
@@ -169,14 +170,23 @@ class Agent:
         url = None if self._order.url is None else parse(self._order.url, "--out")
         if url is not None:
             staging.existing_or_new(url, "--out", folder)
-        _make_run_folder(self._order)
-        with folder_lock.locked(folder), mirrored(folder, self._config, tell, url) as mirror:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        with folder_lock.locked(folder), self._mirrored(folder, url) as mirror:
             run_folder.has_begun(folder)
             limits = Limits.of(self._config.timeouts, str(self._config.runtime))
-            self._job.has_begun()
+            self._say_it_has_begun()
             store = self._connect(self._config.timeouts.rendezvous)
             yield HeadThread(Head(self._order, store, limits, self._signals), self._order, self._job, mirror)
         server.close()
+
+    def _mirrored(self, folder: Path, url: Url | None) -> contextlib.AbstractContextManager[Mirror | None]:
+        _make_run_folder(self._order)
+        return mirrored(folder, self._config, tell, url)
+
+    def _say_it_has_begun(self) -> None:
+        self._job.has_begun()
+        if self._job.stop.exists():  # by a command that did not find this process yet
+            self._signals.count, self._signals.name = 1, "lockstep pod stop"
 
 
 def _plan(order: Order, attempt: int, threads: int) -> LaunchPlan:
@@ -184,21 +194,15 @@ def _plan(order: Order, attempt: int, threads: int) -> LaunchPlan:
     shared = {"OMP_NUM_THREADS": str(threads), SECRET: order.secret}
     interface = interface_of(order.here.address)
     if interface is not None:  # gloo and NCCL listen in the network of the run
-        shared.update({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface})
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        shared.update({name: os.environ.get(name, interface) for name in names})
     processes = []
     for local_rank, rank in enumerate(order.here.ranks):
         topology = Topology(
-            place=Place(rank=rank, local_rank=local_rank, host_index=order.index, host=order.here.name),
-            world_size=order.world_size,
-            local_world_size=order.here.count,
-            address=order.head.address,
-            port=order.port,
-            attempt=attempt,
-            store=NETWORK_STORE,
-            launched_by_us=True,
-            watched=True,
-            hosts=len(order.hosts),
-        )
+            Place(rank, local_rank, order.index, order.here.name), order.world_size, order.here.count,
+            address=order.head.address, port=order.port, attempt=attempt, store=NETWORK_STORE,
+            launched_by_us=True, watched=True, hosts=len(order.hosts),
+        )  # fmt: skip
         processes.append(ProcessPlan(order.here.name, argv, {**topology.to_env(), **shared}))
     return LaunchPlan(tuple(processes), threads, order.port)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lockstep.config.objects import require_travelling, travelling
 from lockstep.errors import ConfigError, LaunchError
+from lockstep.launchers.ssh.ssh import encoded
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
@@ -86,26 +88,37 @@ def unpack(archive: Path, code: Path) -> str:
     return order
 
 
-def unpack_run(packed: Path, out: Path, name: str, everything: bool, size: int) -> list[Path]:
-    """Unpacks a run's folder that was fetched from a host; without `everything`, only its logs and profiles.
+def pack_run(run: Path, everything: bool, out: BinaryIO) -> int:
+    """Writes a run's folder as an archive; without `everything`, only its logs and profiles. Returns its size."""
+    import tarfile
 
-    The archive is the last `size` bytes of the file: what the host's shell printed at its start comes before.
+    parts = [run] if everything else [run / "logs", run / "profile"]
+    with tarfile.open(fileobj=out, mode="w|") as packed:
+        for folder, _, names in (found for part in parts for found in os.walk(part)):
+            for name in sorted(names, reverse=True):  # a checkpoint's manifest comes after what it lists
+                file = (Path(folder) / name).relative_to(run)
+                if ".partial" not in str(file):
+                    with contextlib.suppress(FileNotFoundError):  # the run goes on, and removes old checkpoints
+                        packed.add(run / file, run.name / file)
+    return -(-packed.offset // tarfile.RECORDSIZE) * tarfile.RECORDSIZE  # it is filled up
+
+
+def unpack_run(packed: Path, out: Path, name: str, answer: dict[str, Any], everything: bool) -> list[Path]:
+    """Unpacks a run's folder that a host sent before its answer; without `everything`, only what is not here yet.
+
+    What the host's shell printed at its start comes before.
     """
     import tarfile
 
-    before = packed.stat().st_size - size
-    if before < 0:
-        raise LaunchError(f"{packed}: {-before} of {size} bytes did not arrive: the connection was lost; pull again")
     unpacked = []
     with packed.open("rb") as opened:
-        opened.seek(before)
+        opened.seek(packed.stat().st_size - len(f"{encoded(answer)}\n") - answer["size"])
         with tarfile.open(fileobj=opened, mode="r:") as tar:
             for member in tar:
                 path = PurePosixPath(member.name)
                 if not member.isfile() or path.is_absolute() or ".." in path.parts or path.parts[:1] != (name,):
                     continue
-                if not everything and (path.parts[1:2] not in (("logs",), ("profile",)) or (out / path).exists()):
-                    continue
-                tar.extract(member, out, filter="data")
-                unpacked.append(out / path)
+                if everything or not (out / path).exists():
+                    tar.extract(member, out, filter="data")
+                    unpacked.append(out / path)
     return unpacked

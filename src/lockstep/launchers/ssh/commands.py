@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -94,11 +95,12 @@ class PodCommands:
         return self.transport.delete() or self.asking("delete")
 
     def pulling(self, record: Record) -> list[Command]:
-        packed = str(PurePosixPath(_without_home(self.config.pod.directory)) / self.name / "pull.tar")
-        commands = self.asking("pack", run=record.folder)
-        for worker in range(len(self.transport.workers)):
-            commands += self.transport.fetch(packed, archive_of(self.name).with_name(f"pull-{worker}.tar"), worker)
-        return commands
+        """Fetches the run's folder as an archive: all of the first host's, and the logs of the others."""
+        return [
+            replace(each, writes=archive_of(self.name).with_name(f"pull-{worker}.tar"))
+            for worker in range(len(self.transport.workers))
+            for each in self.asking("pack", worker, run=record.folder, everything=worker == 0)
+        ]
 
     def worker(self, number: int) -> int:
         if number >= len(self.transport.workers):

@@ -40,10 +40,10 @@ class PodFolder:
         return Job(self.path / "jobs" / checked_name(job))
 
     def newest_job(self) -> Job | None:
-        """Returns the job that was started last: they are named by their time."""
+        """Returns the job that is at work, or was started last: jobs are named by the clock of who started them."""
         with contextlib.suppress(OSError):
-            names = sorted(each.name for each in (self.path / "jobs").iterdir())
-            return self.job(names[-1]) if names else None
+            jobs = [Job(each) for each in (self.path / "jobs").iterdir()]
+            return max(jobs, key=lambda job: (job.is_alive, job.name), default=None)
         return None
 
     def claim(self, job: str) -> str | None:
@@ -54,7 +54,7 @@ class PodFolder:
                 other, age = held.get("job", job), time.time() - held.get("time", 0.0)
             except (ValueError, AttributeError, TypeError):
                 other, age = job, 0.0
-            if other != job and age < _CLAIM_SECONDS:
+            if other != job and 0 <= age < _CLAIM_SECONDS:  # else its clock was wrong
                 return str(other)
             _overwrite(file, {"job": job, "time": time.time()})
             return None
@@ -84,6 +84,7 @@ class Job:
         self.path = path
         self.name = path.name
         self.order, self.console = path / "order.json", path / "console.log"
+        self.stop = path / "stop"  # a request, also to an agent that is not there yet
         self._agent, self._ended, self._lock = path / "agent.json", path / "ended.json", path / "agent.lock"
 
     def hold(self) -> None:
@@ -107,7 +108,9 @@ class Job:
         return False
 
     def has_begun(self) -> None:
-        _write(self._agent, {"pid": os.getpid()})
+        partial = self._agent.with_name(f".{self._agent.name}.partial")
+        partial.write_text(json.dumps({"pid": os.getpid()}), encoding="utf-8")
+        partial.replace(self._agent)
 
     def has_ended(self, exit_code: int, status: str, said: str = "") -> None:
         """Writes the agent's last message; `said` is the end of the console, which may have had no room on the disk."""
@@ -152,12 +155,6 @@ def _overwrite(file: IO[str], content: dict[str, Any]) -> None:
     file.truncate()
     json.dump(content, file)
     file.flush()
-
-
-def _write(file: Path, content: dict[str, Any]) -> None:
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(json.dumps(content), encoding="utf-8")
-    partial.replace(file)
 
 
 def _read(file: Path) -> dict[str, Any] | None:

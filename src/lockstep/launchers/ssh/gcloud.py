@@ -97,12 +97,6 @@ class Gcloud:
             self._command("scp", *self._host_keys, f"--worker={self._worker(worker)}", str(file), where, worker=worker)
         ]
 
-    def fetch(self, path: str, to: Path, worker: int) -> list[Command]:
-        where = f"{self._target}:{_remote(path)}"
-        return [
-            self._command("scp", *self._host_keys, f"--worker={self._worker(worker)}", where, str(to), worker=worker)
-        ]
-
     def explain(self, command: Command, code: int, errors: str) -> str:
         """Returns what was tried and where, the cause and its remedy, and the last lines of the output."""
         where = "" if command.worker is None else f" on worker {command.worker}"

@@ -31,7 +31,7 @@ from lockstep.mirror.mirror import Mirror
 from lockstep.record import timeline as timelines
 from lockstep.record.run_folder import read_summary
 from lockstep.shown import shown
-from lockstep.terminal import tell
+from lockstep.terminal import say, tell
 
 _LOOK_SECONDS = 0.1
 # How long the ranks of other hosts get to fall by themselves, so that what they say is known too.
@@ -74,7 +74,7 @@ class Head:
 
     def run(self) -> Result:
         order, restarts = self._order, self._config.launch.max_restarts
-        with timelines.opened(Path(order.folder), lambda text: tell(f"lockstep: {text}")) as timeline:
+        with timelines.opened(Path(order.folder), say) as timeline:
             timeline.note("start", note=", ".join(each.name for each in order.hosts))
 
             def attempt(number: int) -> Result:

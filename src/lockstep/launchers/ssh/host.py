@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LaunchError, LockstepError
-from lockstep.launchers.ssh.code import unpack
+from lockstep.launchers.ssh.code import pack_run, unpack
 from lockstep.launchers.ssh.folder import Job, PodFolder
 from lockstep.launchers.ssh.ssh import CONSOLE, encoded
 from lockstep.version import installed, version_of
@@ -40,7 +40,9 @@ def inspect(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
             folder.make()
     existing = next(each for each in (folder.path, *folder.path.parents) if each.is_dir())
     job = folder.newest_job()
-    address = network_address(asked.get("network"))
+    address, claimed = network_address(asked.get("network")), None
+    with contextlib.suppress(OSError):  # the folder cannot be written, which is a problem by itself
+        claimed = folder.claim(asked["claim"]) if asked.get("claim") else None
     return {
         "lockstep": installed(),
         "torch": version_of("torch"),
@@ -52,16 +54,9 @@ def inspect(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
         "path": str(folder.path),
         "running": job.name if job is not None and job.is_alive else None,
         "devices": _devices(asked.get("config")),
-        "claimed": _claimed(folder, asked.get("claim")),
+        "claimed": claimed,
         "saved": any(Path(asked["folder"]).glob("checkpoints/step-*")) if asked.get("folder") else None,
     }
-
-
-def _claimed(folder: PodFolder, job: str | None) -> str | None:
-    try:
-        return None if job is None else folder.claim(job)
-    except OSError:  # the folder cannot be written, which is a problem by itself
-        return None
 
 
 def release(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
@@ -90,6 +85,8 @@ def prepare(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     order = order.model_copy(update={"index": int(asked["index"])})
     folder.archive.unlink(missing_ok=True)
     job = folder.job(order.job)
+    if job.stop.exists():
+        raise LaunchError(f"job {job.name} was stopped before it began")
     job.path.mkdir(mode=0o700, parents=True, exist_ok=True)
     with os.fdopen(os.open(job.order, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         file.write(order.model_dump_json())
@@ -107,14 +104,9 @@ def start(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     for name in ("SSH_AUTH_SOCK", "SSH_CONNECTION", "SSH_CLIENT", "SSH_TTY"):  # of this login, which ends
         inherited.pop(name, None)
     agent = subprocess.Popen(
-        [sys.executable, "-P", "-m", "lockstep.launchers.ssh.agent", str(job.path)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd=folder.code,
-        env=inherited,
-        start_new_session=True,
-    )
+        [sys.executable, "-P", "-m", "lockstep.launchers.ssh.agent", str(job.path)], cwd=folder.code, env=inherited,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
     return _begun(folder, job, lambda: agent.poll() is None)
 
 
@@ -139,31 +131,35 @@ def _begun(folder: PodFolder, job: Job, is_there: Callable[[], bool]) -> dict[st
 
 
 def follow(folder: PodFolder, asked: dict[str, Any]) -> int:
-    """Prints the agent's console from an offset on until the run ends; returns the exit code of the run."""
+    """Prints the agent's console from an offset on until the run ends, and returns the exit code of the run.
+
+    The code is printed, too: what ends without it was cut off.
+    """
     job = _job(folder, asked)
-    out = sys.stdout.buffer
-    with contextlib.ExitStack() as stack:
-        console = stack.enter_context(job.console.open("rb"))
+    out, code = sys.stdout.buffer, None
+    with job.console.open("rb") as console:
         out.write(CONSOLE)
         console.seek(int(asked.get("offset", 0)))
-        while True:
+        while code is None:
             alive = job.is_alive  # before the last look: what it wrote in its last moment is seen
             while data := console.read(_CHUNK):
                 out.write(data)
-            out.flush()
             ended = job.ended()
             if ended is not None and not alive:
                 out.write(job.unsaid().encode())
-                out.flush()
-                return int(ended["exit_code"])
-            if not alive and job.agent() is not None:
+                code = int(ended["exit_code"])
+            elif not alive and job.agent() is not None:
                 out.write(f"lockstep: the agent on {os.uname().nodename} ended without a message: it was killed, "
                           "or the host was restarted\n".encode())  # fmt: skip
+                code = 5
+            elif not asked.get("follow", True):
+                code = 0
+            else:
                 out.flush()
-                return 5
-            if not asked.get("follow", True):
-                return 0
-            time.sleep(_POLL_SECONDS)
+                time.sleep(_POLL_SECONDS)
+        out.write(encoded({"exit_code": code}).encode())
+        out.flush()
+    return code
 
 
 def ps(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
@@ -183,10 +179,12 @@ def look(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def stop(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
-    """Asks the job to save and leave, or to end at once."""
+    """Asks the job to save and leave, or to end at once; one that has not begun does not begin."""
     import signal
 
-    job = _job(folder, asked)
+    job = folder.job(str(asked["job"])) if asked.get("job") else _job(folder, asked)
+    job.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    job.stop.touch()
     pid = job.pid()
     if pid is not None:
         with contextlib.suppress(ProcessLookupError):
@@ -195,17 +193,11 @@ def stop(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def pack(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
-    """Packs what this host has of a run into one file, to be fetched."""
-    import tarfile
-
+    """Prints what this host has of a run as an archive; without `everything`, only its logs and profiles."""
     run = Path(str(asked["run"]))
-    packed = folder.path / "pull.tar"
-    if not run.is_dir():
-        return {"file": None}
-    descriptor = os.open(packed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as opened, tarfile.open(fileobj=opened, mode="w") as tar:
-        tar.add(run, arcname=run.name, filter=lambda member: None if ".partial" in member.name else member)
-    return {"file": str(packed), "size": packed.stat().st_size}
+    size = pack_run(run, bool(asked["everything"]), sys.stdout.buffer) if run.is_dir() else None
+    sys.stdout.flush()
+    return {"size": size}
 
 
 def delete(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
@@ -282,8 +274,10 @@ def network_address(network: str | None) -> str:
     login = os.environ.get("SSH_CONNECTION", "").split()
     if len(login) == 4 and login[2] in mine:
         return login[2]
-    outside = [each for each in mine if not each.startswith("127.")]
-    return outside[0] if outside else "127.0.0.1"
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing: it finds the address of the default route
+        return str(probe.getsockname()[0])
+    return next((each for each in mine if not each.startswith("127.")), "127.0.0.1")
 
 
 def interface_of(address: str) -> str | None:

@@ -26,7 +26,7 @@ from lockstep.launchers.local import launcher as local
 from lockstep.launchers.ssh import record as records
 from lockstep.launchers.ssh.pod import Pod
 from lockstep.launchers.ssh.record import Record
-from lockstep.launchers.ssh.ssh import Command, ConsoleStart, decoded
+from lockstep.launchers.ssh.ssh import CONSOLE, SEPARATOR, Command, decoded
 from lockstep.mirror.url import Url
 from lockstep.shown import visible
 from lockstep.terminal import tell
@@ -97,7 +97,6 @@ def _start_and_follow(pod: Pod, out: Path | Url, known: Record | None = None) ->
     """Checks the config here while the hosts are inspected, starts the job, and follows it to its end."""
     checks.prepare()
     started = pod.start(out, known, lambda: checks.check_names(pod.config))
-    records.write(started)
     hosts = pod.transport.workers
     tell(f"lockstep: job {started.job} of pod {pod.name} on {', '.join(hosts)}; run folder {hosts[0]}:{started.folder}")
     return follow(pod, started, stops=True)
@@ -175,43 +174,47 @@ class _Console:
         while not self._left:
             before = self._offset
             (command,) = self._pod.following(self._worker, self._offset, self._job, self._following)
-            code, errors = self._stream(command)
-            if code != 255 and not self._left:
-                self.code = code
+            self.problem = self._stream(command)
+            if self.code is not None:
                 return
-            self.problem = self._pod.transport.explain(command, code, errors)
             if self._offset > before:
                 quiet_since = time.monotonic()
             if time.monotonic() > quiet_since + _PATIENCE_SECONDS:
                 return
             time.sleep(_RETRY_SECONDS)
 
-    def _stream(self, command: Command) -> tuple[int, str]:
+    def _stream(self, command: Command) -> str:
+        """Shows the console from the offset on. Returns why it is cut off, where its end has not come."""
         # Not in the terminal's process group: Ctrl-C is handled here.
         self._process = subprocess.Popen(
             command.argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0
         )
         assert self._process.stdout is not None and self._process.stderr is not None
-        pending, start = b"", ConsoleStart()
+        pending, line, began, position = b"", b"", self._offset, -1
         while received := self._process.stdout.read1(_CHUNK):  # type: ignore[attr-defined]
-            data = start.rest(received)
-            self._offset += len(data)
-            *lines, pending = (pending + data).split(b"\n")
-            self._show(lines)
-        self._offset -= len(pending)  # an unfinished line is asked for again
+            *lines, pending = (pending + received).split(b"\n")
+            for line in lines:
+                if line.endswith(CONSOLE[:-1]):  # once more where gcloud repeats a command whose connection was lost
+                    position = began
+                elif position >= 0:  # else a shell printed it, or there is an answer in place of a console
+                    position += len(line) + 1
+                    if position > self._offset:
+                        self._offset = position
+                        self._show(line)
         errors = self._process.stderr.read().decode(errors="replace")
         code = self._process.wait()
-        if pending and code != 255:
-            self._show([pending])
-        if code != 255 and (answer := decoded(start.instead.decode(errors="replace"))) is not None:
-            self._show([f"lockstep: {answer.get('error')}".encode()])
-        return code, errors
+        answer = decoded((pending or line).decode(errors="replace"))
+        if answer is None:
+            return self._pod.transport.explain(command, code, errors)
+        if "error" in answer:
+            pending = f"lockstep: {answer['error']}".encode()
+        if last := pending.partition(SEPARATOR.encode())[0]:
+            self._show(last)
+        self.code = int(answer.get("exit_code", LaunchError.exit_code))
+        return ""
 
-    def _show(self, lines: list[bytes]) -> None:
-        for line in lines:
-            text = visible(line.decode(errors="replace"))
-            try:
-                sys.stdout.write(f"{self._prefix}{text}\n")
-                sys.stdout.flush()
-            except (OSError, ValueError):  # nobody reads it any more; the console is on the host
-                return
+    def _show(self, line: bytes) -> None:
+        text = visible(line.decode(errors="replace"))
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more; the console is on the host
+            sys.stdout.write(f"{self._prefix}{text}\n")
+            sys.stdout.flush()

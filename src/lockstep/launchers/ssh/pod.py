@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ from typing import Any
 
 from lockstep.config.accelerators import ranks_per_host
 from lockstep.config.plain import columns
+from lockstep.distributed.signals import handled, unless_ignored
 from lockstep.distributed.store.wire import fresh
 from lockstep.errors import ConfigError, LaunchError
+from lockstep.launchers.ssh import record as records
 from lockstep.launchers.ssh.code import pack, unpack_run
 from lockstep.launchers.ssh.commands import READY_SECONDS, PodCommands
 from lockstep.launchers.ssh.gcloud import NEW_HOST_KEYS, Gcloud, Transport, next_step, require_gcloud
@@ -27,6 +30,7 @@ from lockstep.version import installed
 # How long a host may take for what does not wait for training.
 _ANSWER_SECONDS, _COPY_SECONDS, _START_SECONDS, _CREATE_SECONDS = 60.0, 600.0, 240.0, 1800.0
 _LOOK_AGAIN_SECONDS = 10.0  # at a pod that is not ready
+_INTERRUPTING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class NotAll(LaunchError):
@@ -55,7 +59,8 @@ class Pod(PodCommands):
 
         `check` is called once the hosts have answered, and raises where the config cannot be started.
         """
-        job = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        # In UTC: the newest job is found by its name, also after the end of summer time.
+        job = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
         claimed = list(range(len(self.transport.workers)))
         try:
             found = self.inspect(record.folder if record is not None else None, make=True, claim=job)
@@ -86,22 +91,27 @@ class Pod(PodCommands):
                 "that all hosts share or in a bucket"
             )
         order = self._order(job, found, out, record)
+        started = Record(name=self.name, config=plain(self.config), job=order.job, folder=order.folder, url=order.url)
         try:
             self.pack(order.model_dump_json())
             self._all_well(execute(self.copying(), _COPY_SECONDS))
-            self._start_all(found, order)
+            before = records.find(self.name)
+            records.write(started)  # first: only who knows a job can stop it
+            with handled(dict.fromkeys(unless_ignored(_INTERRUPTING), signal.default_int_handler)):
+                try:
+                    self._start_all(found, order)
+                except BaseException as error:
+                    tell(f"lockstep: ending what was begun of job {job}")
+                    ended = execute([c for each in found for c in self.stopping(each.index, job)], _ANSWER_SECONDS)
+                    if isinstance(error, NotAll) or not any(done.code for done in ended):
+                        records.write(before) if before else records.forget(self.name)
+                    raise
         finally:
             archive_of(self.name).unlink(missing_ok=True)  # the secret is in it
-        return Record(
-            name=self.name,
-            config=plain(self.config),
-            job=order.job,
-            folder=order.folder,
-            url=order.url,
-        )
+        return started
 
     def _start_all(self, found: Sequence[Inspection], order: Order) -> None:
-        """Starts all agents, or none: where one does not begin, the others are ended."""
+        """Starts all agents; raises NotAll where one does not begin."""
         wrong: dict[str, str] = {}
         stages = [self.starting(each.index, order.job, each.found["path"]) for each in found]
         for stage in zip(*stages, strict=True):
@@ -115,7 +125,6 @@ class Pod(PodCommands):
             if wrong:
                 break
         if wrong:
-            execute([c for each in found for c in self.stopping(each.index, order.job)], _ANSWER_SECONDS)
             causes = [f"{name}: {why}" for name, why in wrong.items()]
             raise NotAll("\n".join([*causes, "nothing was started: what began on other hosts was ended"]))
 
@@ -125,7 +134,7 @@ class Pod(PodCommands):
         if folder is None:
             shared = isinstance(out, Path) and out.is_absolute()
             where = PurePosixPath(str(out)) if shared else PurePosixPath(head["path"]) / "runs"
-            folder = str(where / f"{self.config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+            folder = str(where / f"{self.config.name}-{job}")
         url = known.url if known is not None else None
         if isinstance(out, Url):
             url = str(out / PurePosixPath(folder).name)
@@ -140,18 +149,11 @@ class Pod(PodCommands):
             Host(name=each.name, address=each.found["address"], first=first, count=count)
             for each, (first, count) in zip(found, spread(processes, devices), strict=True)
         )
+        port = self.config.launch.port or head["port"]
         return Order(
-            pod=self.name,
-            job=job,
-            index=0,
-            hosts=tuple(hosts),
-            port=self.config.launch.port or head["port"],
-            secret=fresh(),
-            config=config,
-            folder=folder,
-            url=url,
-            env=self._env(),
-        )
+            pod=self.name, job=job, index=0, hosts=tuple(hosts), port=port, secret=fresh(), config=config,
+            folder=folder, url=url, env=self._env(),
+        )  # fmt: skip
 
     def _env(self) -> dict[str, str]:
         missing = [name for name in self.config.pod.env if name not in os.environ]
@@ -237,18 +239,16 @@ class Pod(PodCommands):
             raise ConfigError(f"pod {self.name}: no run was started there yet")
         name = PurePosixPath(record.folder).name
         unpacked = []
-        for worker in range(len(self.transport.workers)):
-            (done,) = execute(self.asking("pack", worker, run=record.folder), _COPY_SECONDS)
-            answer = answered(self.transport, done)
-            if answer["file"] is None:
-                continue
-            local = archive_of(self.name).with_name(f"pull-{worker}.tar")
-            local.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        archive_of(self.name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for worker, command in enumerate(self.pulling(record)):
+            assert command.writes is not None
             try:
-                self._all_well(execute(self.transport.fetch(answer["file"], local, worker), _COPY_SECONDS))
-                unpacked += unpack_run(local, out, name, everything=worker == 0, size=answer["size"])
+                (done,) = execute([command], _ANSWER_SECONDS)
+                answer = answered(self.transport, done)
+                if answer["size"] is not None:
+                    unpacked += unpack_run(command.writes, out, name, answer, everything=worker == 0)
             finally:
-                local.unlink(missing_ok=True)
+                command.writes.unlink(missing_ok=True)
         return unpacked
 
 
@@ -270,13 +270,13 @@ def judge(transport: Transport, dones: Sequence[Done]) -> list[Inspection]:
         name = transport.workers[index]
         try:
             found = answered(transport, done)
-            judged.append(Inspection(index, name, found, tuple(_problems(found, judged))))
+            judged.append(Inspection(index, name, found, tuple(_problems(found, judged, len(dones)))))
         except LaunchError as error:
             judged.append(Inspection(index, name, {}, (str(error),)))
     return judged
 
 
-def _problems(found: dict[str, Any], before: Sequence[Inspection]) -> Iterator[str]:
+def _problems(found: dict[str, Any], before: Sequence[Inspection], hosts: int) -> Iterator[str]:
     others = [each for each in before if each.found]
     if found["lockstep"] != installed():
         yield f"it has Lockstep {found['lockstep']}, and this machine {installed()}: install the same"
@@ -290,6 +290,8 @@ def _problems(found: dict[str, Any], before: Sequence[Inspection]) -> Iterator[s
         yield f"its pod's folder is {found['path']}, and not {others[0].found['path']}: make pod.directory absolute"
     if not found["address"]:
         yield f"it has no address in launch.network; it has {', '.join(found['addresses'])}"
+    elif hosts > 1 and found["address"].startswith("127."):
+        yield "it has no IPv4 address that other hosts reach: hosts meet over IPv4"
     for other in others:
         if (found["host"], found["address"]) == (other.found["host"], other.found["address"]):
             yield f"is the same host as {other.name}: name every host once"

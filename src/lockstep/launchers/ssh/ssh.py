@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from lockstep import run_files
 from lockstep.errors import LaunchError
 from lockstep.shown import in_a_line
 
@@ -24,7 +25,7 @@ _OPTIONS = (
     "BatchMode=yes", "StrictHostKeyChecking=yes", "ForwardAgent=no", "ForwardX11=no", "ClearAllForwardings=yes",
     "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3",
 )  # fmt: skip
-_AT_ONCE = 32
+_AT_ONCE, _LONGEST_ANSWER = 32, 4096
 _PUT = 'umask 077 && mkdir -p -- "$1" && cat > "$2"'
 SSH_FAILED, _NOT_FOUND, _NOT_RUNNABLE = 255, 127, 126
 
@@ -83,9 +84,6 @@ class Ssh:
         argv = ["sh", "-c", _PUT, "sh", str(PurePosixPath(to).parent), to]
         return [Command(self._ssh(host, argv), index, reads=file) for index, host in self._chosen(worker)]
 
-    def fetch(self, path: str, to: Path, worker: int) -> list[Command]:
-        return [Command(self._ssh(self._hosts[worker], ["cat", "--", path]), worker, writes=to)]
-
     def explain(self, command: Command, code: int, errors: str) -> str:
         """Returns why a command failed, and what to do about it."""
         name = self._hosts[command.worker or 0]
@@ -127,7 +125,10 @@ class Done:
 
 
 def execute(commands: Sequence[Command], limit: float) -> list[Done]:
-    """Runs all commands at once and returns how each of them ended, in their order."""
+    """Runs all commands at once and returns how each of them ended, in their order.
+
+    One whose output goes to a file has so many seconds for more of it to come.
+    """
     if not commands:
         return []
     with ThreadPoolExecutor(min(len(commands), _AT_ONCE)) as pool:
@@ -139,51 +140,42 @@ def _run(command: Command, limit: float) -> Done:
         stdin = stack.enter_context(command.reads.open("rb")) if command.reads else subprocess.DEVNULL
         stdout = stack.enter_context(command.writes.open("wb")) if command.writes else subprocess.PIPE
         try:
-            done = subprocess.run(command.argv, stdin=stdin, stdout=stdout, stderr=subprocess.PIPE, timeout=limit)
+            process = subprocess.Popen(command.argv, stdin=stdin, stdout=stdout, stderr=subprocess.PIPE)
         except FileNotFoundError as error:
             return Done(command, 127, "", f"{error.filename}: not found on this machine")
-        except subprocess.TimeoutExpired:
-            return Done(command, 124, "", f"no answer within {limit:g} s")
-    return Done(command, done.returncode, (done.stdout or b"").decode(errors="replace"),
-                done.stderr.decode(errors="replace"))  # fmt: skip
+        with process:
+            arrived = 0
+            while True:
+                try:
+                    out, errors = process.communicate(timeout=limit)
+                    break
+                except subprocess.TimeoutExpired:
+                    before, arrived = arrived, command.writes.stat().st_size if command.writes else 0
+                    if arrived == before:
+                        process.kill()
+                        return Done(command, 124, "", f"no answer within {limit:g} s")
+    # The answer of a host comes behind the data that it sent.
+    out = run_files.read_end(command.writes, _LONGEST_ANSWER) if command.writes else out
+    return Done(command, process.returncode, out.decode(errors="replace"), errors.decode(errors="replace"))
 
 
-_SEPARATOR = "\x1e"
+SEPARATOR = "\x1e"
 CONSOLE = b"\x1elockstep: the console begins here\n"
 
 
 def encoded(answer: dict[str, Any]) -> str:
-    return f"{_SEPARATOR}{json.dumps(answer)}"
+    return f"{SEPARATOR}{json.dumps(answer)}"
 
 
 def decoded(said: str) -> dict[str, Any] | None:
     """Returns the last answer in what a command printed, after whatever a shell printed at its start."""
-    _, marked, text = said.rpartition(_SEPARATOR)
+    _, marked, text = said.rpartition(SEPARATOR)
     lines = text.strip().splitlines()
     try:
         answer = json.loads(lines[0]) if marked and lines else None
     except (ValueError, RecursionError):
         return None
     return answer if isinstance(answer, dict) else None
-
-
-class ConsoleStart:
-    """Removes from a stream what a shell printed before the console."""
-
-    def __init__(self) -> None:
-        self._before: bytes | None = b""
-
-    def rest(self, data: bytes) -> bytes:
-        if self._before is None:
-            return data
-        before, found, rest = (self._before + data).partition(CONSOLE)
-        self._before = None if found else before
-        return rest
-
-    @property
-    def instead(self) -> bytes:
-        """What was printed where no console came."""
-        return self._before or b""
 
 
 def answered(transport: Transport, done: Done) -> dict[str, Any]:
