@@ -119,7 +119,7 @@ def import_path(text: str) -> str:
 
 
 ImportPath = Annotated[str, AfterValidator(import_path)]
-Place = Annotated[str, AfterValidator(in_home)]  # a path or a URL
+PathOrUrl = Annotated[str, AfterValidator(in_home)]  # a path or a URL
 
 
 def variable_name(text: str) -> str:

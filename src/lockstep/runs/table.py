@@ -143,13 +143,13 @@ def _best(folder: Path, summary: Mapping[str, Any]) -> tuple[str | None, str, fl
     """Returns the metric, its mode, the best value and its step: by the summary, or else by the checkpoints."""
     best = summary.get("best")
     if isinstance(best, Mapping):
-        found = number(best.get("value")), whole(best.get("step"))
-        return text(best.get("metric")) or None, text(best.get("mode")) or "min", *found
+        metric, mode = text(best.get("metric")) or None, text(best.get("mode")) or "min"
+        return metric, mode, number(best.get("value")), whole(best.get("step"))
     with contextlib.suppress(CheckpointError):
-        if saved := CheckpointStorage(folder / "checkpoints").saved():
+        if saved := best_first(CheckpointStorage(folder / "checkpoints").saved(), "min"):
             metric, mode = judged_by(folder)  # all of a config takes a while to parse, and there may be a thousand runs
-            for each in best_first(saved, mode):
-                return metric, mode, each.value, each.step
+            found = best_first(saved, mode)[0]
+            return metric, mode, found.value, found.step
     return None, "min", None, None
 
 
