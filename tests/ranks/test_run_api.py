@@ -130,7 +130,12 @@ def times(end: dict[str, Any]) -> dict[str, Any]:
 def test_a_launch_that_only_evaluates_leaves_the_summary_of_the_training_alone(tmp_path: Path, restores: bool) -> None:
     run = tmp_path / "run"
     launch(bodies.own_loop, processes=1, folder=run)
-    trained = {**summary(run), "metrics": {"val/error": 0.25}, "best": {"step": 5, "mode": "min"}, "status": "preempted"}
+    trained = {
+        **summary(run),
+        "metrics": {"val/error": 0.25},
+        "best": {"step": 5, "mode": "min"},
+        "status": "preempted",
+    }
     (run / "summary.json").write_text(json.dumps(trained))
     ((step, measured),) = launch(partial(bodies.only_evaluates, restores=restores), processes=1, folder=run)
     assert (step, measured["error"] > 0) == (10 if restores else 0, True)

@@ -193,7 +193,9 @@ class Checkpoint(Section):
 class InitFrom(Section):
     """The weights that a run starts from."""
 
-    path: PathOrUrl = Field(min_length=1, description="a run, a checkpoint, a safetensors file or a Hugging Face folder")
+    path: PathOrUrl = Field(
+        min_length=1, description="a run, a checkpoint, a safetensors file or a Hugging Face folder"
+    )
     strict: bool = Field(True, description="refuse missing, unexpected or differently shaped weights")
     map: dict[str, str | None] = Field(
         {}, description="prefix of names in the file -> prefix in the model; null: leave these weights out"
