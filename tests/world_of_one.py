@@ -29,6 +29,8 @@ def new_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     made: list[Run] = []
 
     def make(request: StopRequests | None = None, folder: str = "", **settings: Any) -> Run:
+        for before in made:
+            before._engine.checkpointer.give_up()  # its thread may still delete old checkpoints
         settings = {"checkpoint": {"async": False}, "log": {"every": "1 step"}, **settings}
         checked = RunSettings.model_validate(settings)
         stop = request or StopRequests()

@@ -19,11 +19,11 @@ WORDS, LENGTH = 20, 16
 
 
 class Convolved(nn.Module):
-    """A block with attention, and a convolution over positions."""
+    """A block with attention, and a convolution over positions; not in the first block, where `mixes` is 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, mixes: int = 1) -> None:
         super().__init__()
-        self.mix, self.out = nn.Conv1d(8, 8, 3, padding=1), nn.Linear(8, 8)
+        self.mix, self.out = nn.Conv1d(8, 8, 2 * mixes + 1, padding=mixes), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + F.scaled_dot_product_attention(x, x, x)
@@ -40,9 +40,9 @@ class Hidden(Convolved):
 
 
 class Dropped(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__()
-        self.up, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+        self.up, self.drop = nn.Linear(8, 8), nn.Dropout(0.5 * number)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.drop(self.up(F.scaled_dot_product_attention(x, x, x)))  # type: ignore[no-any-return]
@@ -66,7 +66,7 @@ class Stack(nn.Module):
         super().__init__()
         self.mask = mask
         self.embed, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
-        self.layers = nn.ModuleList(block() for _ in range(2))
+        self.layers = nn.ModuleList(block(number) if block in (Convolved, Dropped) else block() for number in range(2))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)

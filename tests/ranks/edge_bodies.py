@@ -24,21 +24,37 @@ def weights(run: lockstep.Run) -> dict[str, list[float]]:
     }
 
 
+class Scaled(nn.Module):
+    """With scalars, one of which some examples use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.tensor(1.5))
+        self.shift = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifted = x[:, :1] > 1
+        found = self.scale * self.layer(x)
+        return found + self.shift * shifted if shifted.any() else found  # type: ignore[no-any-return]
+
+
 def teacher(run: lockstep.Run, until: int, plain: bool = False) -> dict[str, list[float]]:
-    """A teacher that follows its student, and a layer that is trained from the second epoch on."""
+    """A teacher that follows its student; a layer and an encoder that are trained from the second epoch on."""
     torch.manual_seed(0)
-    student = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double()
+    student, encoder = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double(), Scaled().double().requires_grad_(False)
     student[0].requires_grad_(False)
     follower = copy.deepcopy(student).requires_grad_(False)
-    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD([*student.parameters(), *encoder.parameters()], lr=0.1)
+    encode = run.setup(encoder, name="encoder")
     model, optimizer = run.setup(student, optimizer, name="student", ema=0.9)
     target = run.setup(follower, name="teacher")
     run.restore()
     for epoch in run.epochs(2):
-        for each in itertools.islice(run.modules["student"].parameters(), 2):
+        later = [*itertools.islice(run.modules["student"].parameters(), 2), *run.modules["encoder"].parameters()]
+        for each in later:
             each.requires_grad_(epoch > 0)
         for (batch,) in run.batches(DATA, 8):
-            run.backward((model(batch) - target(batch) - 0.1).square().mean())
+            run.backward((model(encode(batch)) - target(batch) - 0.1).square().mean())
             run.step(optimizer)
             with torch.no_grad():
                 pairs = zip(run.modules["teacher"].parameters(), run.modules["student"].parameters(), strict=True)

@@ -96,12 +96,15 @@ class Whitened(torch.optim.Optimizer):
                     continue
                 state = self.state[each]
                 if not state:
-                    state["sides"] = [torch.eye(size, dtype=each.dtype) * 0.1 for size in each.shape]
+                    sides = enumerate(each.shape)
+                    state["sides"] = {side: torch.eye(size, dtype=each.dtype) * 0.1 for side, size in sides}
+                    state["fixed"] = (0.1, [0.5])
                     state["mean"] = torch.zeros_like(each)
-                left, right = state["sides"]
-                left.lerp_(each.grad @ each.grad.T, 0.1)
-                right.lerp_(each.grad.T @ each.grad, 0.1)
-                state["mean"].lerp_(each.grad, 0.5)
+                (rate, (momentum,)), (left, right) = state["fixed"], (state["sides"][side] for side in range(2))
+                assert isinstance(state["fixed"], tuple)
+                left.lerp_(each.grad @ each.grad.T, rate)
+                right.lerp_(each.grad.T @ each.grad, rate)
+                state["mean"].lerp_(each.grad, momentum)
                 update = state["mean"]
                 for side, sign in ((left, "left"), (right, "right")):
                     values, vectors = torch.linalg.eigh(side)

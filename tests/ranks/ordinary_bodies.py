@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 from lockstep import Run, Task
+from lockstep.errors import ConfigError
 
 WIDTH, BATCH = 6, 9  # the last of three batches has 6 examples, and two ranks never have equal shares
 
@@ -30,7 +31,7 @@ def in_plain_torch() -> Iterator[list[Tensor]]:
 
 
 def weights_of(model: nn.Module) -> Weights:
-    return {name: put_together(each).flatten().tolist() for name, each in model.state_dict().items()}
+    return {name: put_together(each).flatten().double().tolist() for name, each in model.state_dict().items()}
 
 
 def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -103,17 +104,21 @@ def penalised(model: nn.Module, inputs: Tensor) -> Tensor:
     return model(inputs).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
 
 
-def penalty(run: Run) -> Weights:
-    model = run._engine.strategy.build(seeded(mlp))
-    model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), name="penalty")
-    for inputs, _ in run.batches(examples(), BATCH, shuffle=False, name="penalty"):
+def critic() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def penalty(run: Run, make: Callable[[], nn.Module] = mlp) -> Weights:
+    model, name = run._engine.strategy.build(seeded(make)), f"penalty of {make.__name__}"
+    model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), name=name)
+    for inputs, _ in run.batches(examples(), BATCH, shuffle=False, name=name):
         run.backward(penalised(model, inputs))
         run.step(optimizer)
-    return weights_of(run.modules["penalty"])
+    return weights_of(run.modules[name])
 
 
-def plain_penalty() -> Weights:
-    model = seeded(mlp)()
+def plain_penalty(make: Callable[[], nn.Module] = mlp) -> Weights:
+    model = seeded(make)()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for inputs, _ in in_plain_torch():
         optimizer.zero_grad()
@@ -169,8 +174,22 @@ def plain_norms() -> Weights:
 # A teacher that nobody trains
 
 
+class Odd(nn.Module):
+    """Frozen weights and buffers of which backends, norms and layouts know little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = nn.Parameter(torch.full((2, 2), -torch.inf).triu(1))
+        self.short = nn.Parameter(torch.arange(4.0).to(torch.float8_e4m3fn), requires_grad=False)
+        self.register_buffer("number", torch.arange(4, dtype=torch.int16))
+        self.register_buffer("seen", torch.rand(1, 1).expand(64, 4096), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + 0 * self.seen[0, 0]  # type: ignore[no-any-return]
+
+
 def student_and_teacher() -> tuple[nn.Module, nn.Module]:
-    student, teacher = seeded(mlp)(), mlp()
+    student, teacher = seeded(mlp)(), nn.Sequential(mlp(), Odd())
     return student, teacher.requires_grad_(False)
 
 
@@ -291,13 +310,16 @@ def plain_closure(make: Callable[[Any], torch.optim.Optimizer], clip_norm: float
 # An optimizer that steps in the backward pass
 
 
-def hooks_at_setup(run: Run) -> int:
+def hooks_at_setup(run: Run) -> int | str:
     model, fired = mlp(), []
     for parameter in model.parameters():
         if run.devices.strategy != "fsdp":  # which refuses them
             parameter.register_hook(lambda gradient: fired.append(1))
         parameter.register_post_accumulate_grad_hook(lambda parameter: fired.append(1))
-    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), name="hooks")
+    try:
+        run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), name="hooks")
+    except ConfigError as error:
+        return str(error)
     return len(fired)
 
 
@@ -310,8 +332,23 @@ def collective(run: Run) -> float:
     return float(total) / run.world_size
 
 
+def gathered(run: Run) -> str:
+    """Of tensors that differ between ranks in more than their length."""
+    try:
+        return str(list(run.all_gather(torch.ones(2, 3 + run.rank)).shape))
+    except ConfigError as error:
+        return str(error)
+
+
+def dtype_of_norm(run: Run) -> str:
+    model = run.setup(nn.BatchNorm1d(2), name="norm alone")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return str(model(torch.ones(4, 2, dtype=torch.bfloat16)).dtype)
+
+
 LOOPS: dict[str, tuple[Callable[[Run], Weights], Callable[[], Weights]]] = {
     "penalty": (penalty, plain_penalty),
+    "penalty of norms": (lambda run: penalty(run, critic), lambda: plain_penalty(critic)),
     "norms": (norms, plain_norms),
     "distil": (distil, plain_distil),
     "passes": (passes, plain_passes),
@@ -331,6 +368,7 @@ def loops(strategy: str) -> dict[str, tuple[Callable[[Run], Weights], Callable[[
 
 def all_loops(run: Run) -> dict[str, Any]:
     found: dict[str, Any] = {"hooks": hooks_at_setup(run), "collective": collective(run)}
+    found |= {"gathered": gathered(run), "dtype of norm": dtype_of_norm(run)}
     for name, (loop, _) in loops(run.devices.strategy).items():
         found[name] = loop(run)
     run.checkpoint()  # of every kind of model and optimizer above

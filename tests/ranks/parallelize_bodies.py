@@ -54,10 +54,12 @@ def continued(run: lockstep.Run, epochs: int, parallelize: Any = None) -> dict[s
     optimizer = torch.optim.AdamW((each for each in model.parameters() if each.requires_grad), lr=1e-2)
     model, optimizer = run.setup(model, optimizer, clip_norm=0.5, parallelize=parallelize)
     run.restore()
+    drawn = torch.rand(2).tolist()
     for _ in run.epochs(epochs):
         for batch in run.batches(sharded_bodies.sentences(20), 8):
             total, count = sharded_bodies.token_loss(model, batch)
             run.backward(total, count=count)
             run.step()
         run.checkpoint()
-    return {name: sharded_bodies.whole(each) for name, each in run.module.named_parameters()}
+    weights = {name: sharded_bodies.whole(each) for name, each in run.module.named_parameters()}
+    return {"weights": weights, "drawn": drawn, "next": torch.rand(2).tolist()}

@@ -73,7 +73,7 @@ def put_together(tensor: Tensor) -> Tensor:
     part = slice_of(tensor.detach())
     if part is None:
         return tensor.detach()
-    found = torch.zeros(part.shape, dtype=part.tensor.dtype)
+    found = torch.zeros(part.shape, dtype=torch.float64)  # gloo does not know every type
     if dist.get_rank() == part.holders[0]:
         found[tuple(slice(at, at + n) for at, n in zip(part.offset, part.tensor.shape, strict=True))] = part.tensor
     dist.all_reduce(found)
@@ -195,6 +195,24 @@ def made_without_memory(run: lockstep.Run) -> dict[str, Any]:
         run.backward(total, count=count)
         run.step()
     return {"first": first, "weights": {name: whole(each) for name, each in run.module.named_parameters()}}
+
+
+class Swish(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.beta * x)
+
+
+def between(run: lockstep.Run) -> None:
+    """A scalar, of which each rank gets the gradient of its features."""
+    model = run._engine.strategy.build(lambda: nn.Sequential(nn.Linear(4, 8), Swish(), nn.Linear(8, 2)))
+    model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for (x,) in run.batches(torch.utils.data.TensorDataset(torch.randn(8, 4)), 8):
+        run.backward(model(x).square().mean())
+        run.step(optimizer)
 
 
 def refused(run: lockstep.Run, what: str) -> None:

@@ -32,7 +32,6 @@ from lockstep.engine.models import Entry, Models
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.parameters import Modules
-from lockstep.strategy.single import SingleStrategy
 from lockstep.strategy.slices import load_module, load_optimizer, slice_of
 
 Mesh = dict[str, int]
@@ -188,7 +187,7 @@ class Setup:
     def __init__(self, run: lockstep.Run, folder: Path, mesh: Mesh | None, width: int = 33, **settings: Any) -> None:
         if mesh is None:
             torch.manual_seed(1)
-            self.model, strategy = Model(width), SingleStrategy(run._engine.runtime)
+            self.model, strategy = Model(width), Strategy(run._engine.runtime)
         else:
             self.model, strategy = sharded(mesh, width), KeepsSlices(run._engine.runtime, run.world_size)
         self.optimizer = adam(self.model)

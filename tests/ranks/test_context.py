@@ -64,9 +64,9 @@ def test_parts_of_sequences_give_the_numbers_of_one_process(
     ("how", "message"),
     [
         ({"kind": "own"}, r"layers.0 \(Own\) does not call torch.nn.functional.scaled_dot_product_attention"),
-        ({"kind": "convolved"}, r"layers.0 \(Convolved\) computes something else from parts of a sequence"),
+        ({"kind": "convolved"}, r"layers.1 \(Convolved\) computes something else from parts of a sequence"),
         ({"kind": "hidden"}, r"layers.0 \(Hidden\) computes something else from parts of a sequence"),
-        ({"kind": "dropped"}, r"layers.0 \(Dropped\) draws random numbers"),
+        ({"kind": "dropped"}, r"layers.1 \(Dropped\) draws random numbers"),
         ({"kind": "keys"}, r"layers.0 \(Masked\) cannot be computed on a part of a sequence"),
         pytest.param(
             {"length": 15},

@@ -26,8 +26,13 @@ def test_loops_give_the_numbers_of_plain_torch(strategy: str, tmp_path: Path) ->
         timeouts={"collective": "60 s"},
     )  # fmt: skip
     assert not dist.is_initialized(), "the process group of one process ends with its run"
-    for found in ranks:
-        assert found["hooks"] == 0, "setting a model up fires no hook of the user"
+    for rank, found in enumerate(ranks):
+        assert (f"rank {rank} has [{3 + rank}] of torch.float32" if processes > 1 else "[2, 3]") in found["gathered"]
+        assert found["dtype of norm"] == "torch.bfloat16"
+        if strategy == "fsdp":
+            assert "has a hook (register_post_accumulate_grad_hook), which would be lost" in found["hooks"]
+        else:
+            assert found["hooks"] == 0, "setting a model up fires no hook of the user"
         assert found["collective"] == 1
         for name, (_, plain) in ordinary_bodies.loops(strategy).items():
             expected = plain()

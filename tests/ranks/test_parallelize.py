@@ -42,15 +42,18 @@ def test_training_is_that_of_one_process(
 
 
 def test_a_checkpoint_is_resumed_with_it_and_without_it(tmp_path: Path) -> None:
+    """Ranks of one slice go on with its random numbers; with other slices, all ranks begin with new ones."""
     (alone,) = launch(partial(parallelize_bodies.continued, epochs=3), processes=1, out=tmp_path)
     own = parallelize_bodies.like_torchtitan
     folder = tmp_path / "run"
-    launch(partial(parallelize_bodies.continued, epochs=1, parallelize=own), 4, folder=folder, strategy=MESH)
-    launch(partial(parallelize_bodies.continued, epochs=2), 1, folder=folder)
+    first = launch(partial(parallelize_bodies.continued, epochs=1, parallelize=own), 4, folder=folder, strategy=MESH)
+    second = launch(partial(parallelize_bodies.continued, epochs=2), 2, folder=folder, strategy="ddp")
+    assert [each["drawn"] for each in second] == [first[0]["next"], first[2]["next"]] != [first[0]["next"]] * 2
     other = {**MESH, "mesh": {"data": 1, "model": 2}}
     ranks = launch(partial(parallelize_bodies.continued, epochs=3, parallelize=own), 2, folder=folder, strategy=other)
-    for weights in ranks:
-        assert same(weights, alone)
+    for found in ranks:
+        assert same(found["weights"], alone["weights"])
+        assert found["drawn"] == ranks[0]["drawn"] not in [each["next"] for each in second]
 
 
 @pytest.mark.parametrize(

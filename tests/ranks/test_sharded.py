@@ -130,6 +130,14 @@ def test_what_cannot_be_split_is_refused_by_name(
         )  # fmt: skip
 
 
+def test_a_parameter_between_layers_that_leave_activations_split_is_refused(tmp_path: Path) -> None:
+    rules = {"0.weight": ["model", None], "2.weight": [None, "model"]}
+    shard = {name: {"spec": spec, "activations": "split"} for name, spec in rules.items()}
+    strategy = {"type": "tensor", "mesh": {"model": 2}, "shard": shard}
+    with pytest.raises(lockstep.WorkerFailed, match=r"'1\.beta' lies between layers with activations: split"):
+        launch(sharded_bodies.between, processes=2, out=tmp_path, strategy=strategy)
+
+
 @pytest.mark.long
 def test_a_mesh_of_ranks_that_exchange_through_the_host(alone: dict[str, Any], tmp_path: Path) -> None:
     mesh = {"type": "fsdp", "mesh": {"data": 2, "model": 2}, "shard": COLUMNS_AND_ROWS}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo  # torch's first optimizer imports it, and it sets an environment variable
@@ -105,6 +107,26 @@ def test_a_layer_that_is_used_again_and_again(new_run: Runs) -> None:
             return x
 
     usual, recomputed = fresh(Shared), fresh(Shared)
+    assert train(new_run(), recomputed, activation_checkpointing="blocks") == train(new_run(), usual)
+    assert all(torch.equal(value, recomputed.state_dict()[name]) for name, value in usual.state_dict().items())
+
+
+def test_what_python_and_numpy_draw_in_a_block_is_drawn_once(new_run: Runs) -> None:
+    class Jumpy(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * (random.random() + np.random.rand()))  # as stochastic depth has it
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Jumpy(8, 0.2, buffers) for buffers in (True, False, False))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    usual, recomputed = fresh(Net), fresh(Net)
     assert train(new_run(), recomputed, activation_checkpointing="blocks") == train(new_run(), usual)
     assert all(torch.equal(value, recomputed.state_dict()[name]) for name, value in usual.state_dict().items())
 

@@ -240,7 +240,7 @@ def test_two_sources_may_be_walked_together(new_run: Runs) -> None:
     assert (run.progress.step, run.progress.examples) == (4, 32)
 
 
-def test_in_a_loop_within_a_loop_requests_wait_for_the_outer_one(new_run: Runs, tmp_path: Path) -> None:
+def test_in_a_loop_within_a_loop_requests_wait_for_the_outer_one(new_run: Runs) -> None:
     """What the outer loop does with its batch is done once, whenever the run is asked to stop."""
 
     def loop(run: Run, seen: list[Any], ask_at: int | None = None) -> None:
@@ -265,7 +265,7 @@ def test_in_a_loop_within_a_loop_requests_wait_for_the_outer_one(new_run: Runs, 
             loop(new_run(requests), seen, ask_at)
         loop(new_run(), seen)
         assert seen == whole
-        shutil.rmtree(tmp_path / "checkpoints")
+        shutil.rmtree(new_run().folder / "checkpoints")
 
 
 def test_two_loops_that_a_resumed_run_could_not_continue_are_refused(new_run: Runs) -> None:
@@ -390,7 +390,7 @@ def test_sources_that_one_call_walks_and_that_look_alike_need_names(new_run: Run
 
 
 @pytest.mark.parametrize("length", [8, 16])
-def test_a_resumed_run_gives_every_source_its_own_position(new_run: Runs, tmp_path: Path, length: int) -> None:
+def test_a_resumed_run_gives_every_source_its_own_position(new_run: Runs, length: int) -> None:
     """A set that is walked in epoch 0 alone came first; the run is resumed in epoch 1."""
     warm_up, main = numbered(length, 100), numbered(16)
 
@@ -414,7 +414,7 @@ def test_a_resumed_run_gives_every_source_its_own_position(new_run: Runs, tmp_pa
         whole = [*(100.0 + 4 * n for n in range(length // 4)), *[0.0, 4.0, 8.0, 12.0] * 2]
         begun = train(new_run(), until)
         assert begun + train(new_run()) == whole, f"resumed after step {until}"
-        shutil.rmtree(tmp_path / "checkpoints")
+        shutil.rmtree(new_run().folder / "checkpoints")
 
 
 def test_a_source_that_fits_none_of_a_checkpoint_is_refused_in_the_middle_of_a_pass(new_run: Runs) -> None:
@@ -715,7 +715,13 @@ class Counting(Dataset[Any]):
 def children() -> int:
     import psutil
 
-    return sum("resource_tracker" not in " ".join(each.cmdline()) for each in psutil.Process().children())
+    def counts(process: psutil.Process) -> bool:
+        try:
+            return "resource_tracker" not in " ".join(process.cmdline())
+        except psutil.NoSuchProcess:  # it has ended
+            return False
+
+    return sum(map(counts, psutil.Process().children()))
 
 
 def test_a_lambda_to_collate_by_does_not_leave_workers_behind(new_run: Runs) -> None:

@@ -7,8 +7,8 @@ import torch
 
 from lockstep.distributed.group import Group
 from lockstep.runtime.cpu import CpuRuntime
+from lockstep.strategy.base import Strategy
 from lockstep.strategy.fingerprint import compare, difference, digests, fingerprint, marks_of_weights
-from lockstep.strategy.single import SingleStrategy
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128, torch.int8,
@@ -43,7 +43,7 @@ def test_memory_that_is_not_in_one_piece() -> None:
 
 
 def test_weights_of_a_kind_without_a_fingerprint_are_not_compared() -> None:
-    model, strategy = torch.nn.Linear(1, 1), SingleStrategy(CpuRuntime())
+    model, strategy = torch.nn.Linear(1, 1), Strategy(CpuRuntime())
     model.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
     assert marks_of_weights(strategy, {"model": model}) is not None
     model.register_buffer("graph", torch.eye(3).to_sparse(), persistent=False)

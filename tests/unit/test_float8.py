@@ -72,6 +72,15 @@ def test_a_model_without_blocks_has_all_of_its_large_layers_exchanged() -> None:
     assert [type(each).__name__ for each in model] == ["Float8Linear", "ReLU", "Linear"]
 
 
+def test_a_layer_that_gets_no_rows_and_second_derivatives() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    float8.use_float8(model, None, CPU)
+    assert model(torch.zeros(2, 0, 64)).shape == (2, 0, 64)  # an expert without tokens
+    given = torch.randn(16, 64, requires_grad=True)
+    with pytest.raises(ConfigError, match="fp8 has no second derivatives"):
+        torch.autograd.grad(model(given).sum(), given, create_graph=True)
+
+
 def test_gradients_agree_with_those_of_a_plain_layer_and_with_compiled_ones() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64, bias=False))

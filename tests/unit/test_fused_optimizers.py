@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lockstep.strategy.optimizer_step import divides_gradients, dividing, use_fused_step, with_own_kernels
+from lockstep.strategy.parameters import multiply_gradients
 
 CPU = torch.device("cpu")  # which has fused kernels as well
 
@@ -104,3 +105,11 @@ def test_a_checkpoint_does_not_say_how_a_step_is_computed(saved_fused: bool) -> 
     after(torch.ones(3)).sum().backward()
     loading.step()
     assert all(float(each["step"]) == 2 for each in loading.state.values())
+
+
+def test_gradients_in_bfloat16_are_multiplied_by_a_factor_that_is_not_rounded_to_it() -> None:
+    parameter, tokens = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16)), 769
+    parameter.grad = torch.randn(4096, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = parameter.grad.double() / tokens
+    multiply_gradients([parameter], torch.tensor(1 / tokens, dtype=torch.float64))
+    assert float(parameter.grad.double().norm() / expected.norm()) == pytest.approx(1, abs=1e-3)

@@ -104,6 +104,14 @@ def test_never_makes_all_logits() -> None:
         assert max(made) == 8 * 500
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_second_derivatives_are_refused(reduction: str) -> None:
+    given, target = parts(bias=False)
+    loss = lockstep.nn.linear_cross_entropy(*given, target, reduction=reduction).sum()
+    with pytest.raises(RuntimeError, match="has no second derivatives"):
+        torch.autograd.grad(loss, given, create_graph=True)
+
+
 @pytest.mark.parametrize(
     ("target", "how", "told"),
     [

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 
 from lockstep.runtime.cpu import CpuRuntime
 from lockstep.runtime.moving import map_tensors, moved, pinned, tensors_of
-from lockstep.strategy.single import SingleStrategy
+from lockstep.strategy.base import Strategy
 
 META = torch.device("meta")  # a device that is not the CPU, on every machine
 
@@ -118,6 +118,6 @@ def test_state_that_an_optimizer_was_made_with_goes_where_its_parameters_went() 
     parameter = torch.nn.Parameter(torch.empty(3, device=META))
     optimizer = torch.optim.Adagrad([parameter])
     optimizer.state[parameter]["sum"] = torch.zeros(3)  # as it was made, when the parameter was still on the host
-    SingleStrategy(CpuRuntime()).place_optimizer(optimizer)
+    Strategy(CpuRuntime()).place_optimizer(optimizer)
     assert optimizer.state[parameter]["sum"].device == META
     assert optimizer.state[parameter]["step"].device.type == "cpu", "which torch reads on the host"

@@ -150,6 +150,7 @@ def test_checkpoints_that_were_deleted_under_a_run_are_said_to_be_gone_and_savin
     run = new_run(checkpoint=KEEP_ALL)
     set_up(run)
     train_and_save(run, 1)
+    run._engine.checkpointer.finish()
     shutil.rmtree(tmp_path / "checkpoints")
     train_and_save(run, 2)
     assert names(tmp_path / "checkpoints") == ["step-00000006"]

@@ -18,7 +18,7 @@ from lockstep.engine.control_sync import SYNC_SECONDS, Asked, ControlSync, steps
 from lockstep.engine.stop_requests import Interrupted, Preempted, StopRequests
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE
 from lockstep.runtime.cpu import CpuRuntime
-from lockstep.strategy.single import SingleStrategy
+from lockstep.strategy.base import Strategy
 
 
 @settings(deadline=None)
@@ -183,14 +183,14 @@ def test_preempted_is_an_orderly_exit_that_user_code_does_not_catch() -> None:
 
 def test_alone_a_request_is_known_at_the_next_step() -> None:
     request = StopRequests()
-    control_sync = ControlSync(Group(0, 1, 10.0), request, SingleStrategy(CpuRuntime()))
+    control_sync = ControlSync(Group(0, 1, 10.0), request, Strategy(CpuRuntime()))
     assert control_sync.beat(1) == Asked()
     request.leave = "SIGTERM"
     assert control_sync.beat(2) == Asked(leave="SIGTERM on rank 0")
 
 
 def test_the_clock_goes_on_from_where_it_was_restored() -> None:
-    control_sync = ControlSync(Group(0, 1, 10.0), StopRequests(), SingleStrategy(CpuRuntime()))
+    control_sync = ControlSync(Group(0, 1, 10.0), StopRequests(), Strategy(CpuRuntime()))
     control_sync.start(step=7, clock=1000.0)
     assert control_sync.clock == 1000.0
     control_sync.beat(8)

@@ -95,15 +95,15 @@ class Checkpointer:
             same = key is not None and (key, value) == (self.last.key, self.last.value)
             if self._group.all(same, f"whether step {step} is saved already"):
                 return
-        message: dict[str, Any] = {"generators": generator_states(self._runtime), "moved": self._weights.moved()}
-        message["attached"] = self.registered.digests()
+        generators = {**generator_states(self._runtime), "place": list(self._strategy.place_of_generators)}
+        message = {"generators": generators, "moved": self._weights.moved(), "attached": self.registered.digests()}
         states = self.compared(message, "generator states", step)
         self._weights.note_moved(name for each in states for name in each["moved"])
         attached = self.registered.states([each["attached"] for each in states])
         if self._group.rank == 0 or self._strategy.gathers_state or self._by_owners:
             weights, models = self._weights.state()
-            generators = [each["generators"] for each in states]
-            whole = {**position, **models, **state, "attached": attached, "generators": generators}
+            whole = {**position, **models, **state, "attached": attached}
+            whole["generators"] = [each["generators"] for each in states]
             if self._group.rank == 0 or isinstance(self._writer, ShardedWriter):
                 about = {**about, "value": value, "metrics": dict(metrics or {})}
                 self._writer.save(step, weights, whole, about)
@@ -127,11 +127,8 @@ class Checkpointer:
             state["cursors"] = read_like(state["cursors"], None)  # streams may have tensors in their state
         finally:
             loaded.close()
-        states = state["generators"]
-        if self._strategy.leaves:  # between two steps all ranks have the same
-            states = states[:1] * self._group.world_size
-        anew = (self._seed + loaded.step, self._strategy.dp_rank)
-        restore_generators(self._runtime, states, self._group.rank, self._group.world_size, anew)
+        place, places = self._strategy.place_of_generators, 1 if self._strategy.leaves else self._strategy.dp_size
+        restore_generators(self._runtime, state["generators"], place, places, self._seed + loaded.step)
         self.last = Last(loaded.step, about.get("value"), about.get("metrics") or {})
         logger.info("restored %s (epoch %d)", path.name, about.get("epoch", 0))
         if other := other_versions(about):
@@ -201,7 +198,7 @@ class Checkpointer:
 
     def _fetch(self, tensors: list[Tensor]) -> list[Tensor]:
         """On a mesh of one, a rank has the whole of sharded tensors, too."""
-        return self._strategy.fetch([each if (found := slice_of(each)) is None else found.tensor for each in tensors])
+        return self._runtime.fetch([each if (found := slice_of(each)) is None else found.tensor for each in tensors])
 
     def _key(self, position: Mapping[str, Any]) -> str | None:
         """What this rank has that can change between two steps, as text; None where it cannot be compared."""

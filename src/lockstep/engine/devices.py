@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from lockstep.distributed.group import Group
@@ -64,5 +63,5 @@ class Devices:
         """Gives every rank rank 0's parameters and buffers, so that replicas start equal."""
         if self._group.world_size == 1:
             return
-        with self._group.activity.within("broadcasting the parameters", waits=True), torch.no_grad():
+        with self._group.activity.within("broadcasting the parameters", waits=True):
             self._runtime.broadcast([*model.parameters(), *model.buffers()])

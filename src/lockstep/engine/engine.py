@@ -155,8 +155,7 @@ class Engine:
             self.register_state("scheduler" if first else f"scheduler of {chosen}", scheduler)
         if first:
             # From here on ranks draw different numbers (dropout); until here they drew the same (initial weights).
-            different = () if self.strategy.leaves else (self.strategy.dp_rank,)
-            seed_generators(self.runtime, self.settings.seed, *different)
+            seed_generators(self.runtime, self.settings.seed, *self.strategy.place_of_generators)
         return placed
 
     # Data and steps

@@ -187,6 +187,14 @@ def _(
     ]
 
 
+def _refuse_second_derivatives() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "linear_cross_entropy has no second derivatives (create_graph=True): use "
+            "torch.nn.functional.cross_entropy(torch.nn.functional.linear(...), ...) there"
+        )
+
+
 class _Total(torch.autograd.Function):
     """The sum of all losses. Its gradient is known up to a factor as soon as it is: it is worked out at once."""
 
@@ -203,6 +211,7 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> Any:
+        _refuse_second_derivatives()
         (factor,) = given
         gradients = (
             each * factor.to(each.dtype) if wants else None
@@ -229,6 +238,7 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> Any:
+        _refuse_second_derivatives()
         (factors,) = given
         flat, weight, bias, labels = ctx.saved_tensors
         ignore_index, smoothing, rows = ctx.how

@@ -49,14 +49,13 @@ from lockstep.planner import gpu_rules, plan
 from lockstep.planner.ledger import Ledger, NotTraced, kind_of, replay
 from lockstep.planner.plan import Step
 from lockstep.record.display import Display
-from lockstep.runtime.base import Runtime
+from lockstep.runtime.base import Runtime, in_buckets
 from lockstep.runtime.moving import map_tensors
 from lockstep.strategy import context
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.exact import ExactStrategy
 from lockstep.strategy.mesh import axes_of, shard_rules
 from lockstep.strategy.slices import local_part
-from lockstep.strategy.xla_ddp import in_buckets
 from lockstep.tasks.create import create_task
 from lockstep.tasks.loop import step_of
 from lockstep.tasks.schedules import RunLength
@@ -121,9 +120,9 @@ class FakeDdp(Strategy):
         self.buckets: list[torch.Tensor] = []
 
     def place(self, model: nn.Module) -> nn.Module:
-        most = self._settings.bucket_mb * 2**20
-        trained: list[torch.Tensor] = [each for each in model.parameters() if each.requires_grad]
-        for parameters in in_buckets(trained, most):  # of gradients, which are as large
+        trained = [each for each in model.parameters() if each.requires_grad]
+        most = self._settings.bucket_mb * 2**20  # of gradients, which are as large
+        for parameters in in_buckets(trained, lambda each: each.nbytes, most, lambda each: each.dtype):
             bucket = torch.empty(sum(each.numel() for each in parameters), dtype=parameters[0].dtype)
             self.buckets.append(bucket)
             if self.has_views:

@@ -6,9 +6,10 @@ import abc
 import base64
 import contextlib
 import logging
+import math
 import random
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +20,11 @@ from lockstep.errors import ConfigError
 from lockstep.runtime.moving import moved
 
 logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+
+_ALIGNMENT = 16  # of a tensor in what is broadcast: more than any type of number needs
+_PIECE_BYTES = 64 * 2**20  # that is broadcast at once
 
 
 class Copy(Protocol):
@@ -120,9 +126,14 @@ class Runtime(abc.ABC):
         """Sums a tensor over all ranks in place and returns a handle to wait for."""
         return dist.all_reduce(tensor, async_op=True)
 
+    @torch.no_grad()
     def broadcast(self, tensors: list[torch.Tensor]) -> None:
-        for tensor in tensors:
-            dist.broadcast(tensor.detach(), src=0)
+        """Gives tensors the values that rank 0 has."""
+        own = [_without_repetition(each) for each in tensors]
+        for tensor, value in zip(own, from_rank_0(self.fetch(own), self.device), strict=True):
+            if dist.get_rank() != 0:
+                tensor.copy_(value)
+        self.end_of_program()
 
     def addressable_device_count(self) -> int:
         return 1
@@ -150,6 +161,53 @@ class Runtime(abc.ABC):
     def memory(self) -> dict[str, int]:
         """Returns the bytes in use by kind, if known."""
         return {}
+
+
+def meeting_place(device: torch.device) -> torch.device:
+    """Returns where ranks exchange what is on a device: gloo does so in host memory alone."""
+    return torch.device("cpu") if dist.get_backend() == "gloo" else device
+
+
+def from_rank_0(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
+    """Yields rank 0's values, where ranks meet; on other ranks only shape and type of the tensors count.
+
+    They travel as bytes, some together: a backend does not know every type. What is kept has to be copied.
+    """
+    for bucket in in_buckets(tensors, lambda each: each.nbytes, _PIECE_BYTES):
+        sizes = [math.ceil(each.nbytes / _ALIGNMENT) * _ALIGNMENT for each in bucket]
+        together = torch.zeros(sum(sizes), dtype=torch.uint8, device=meeting_place(device))
+        parts = [
+            part[: each.nbytes].view(each.dtype).view(each.shape)
+            for part, each in zip(torch.split(together, sizes), bucket, strict=True)
+        ]
+        if dist.get_rank() == 0:
+            for part, each in zip(parts, bucket, strict=True):
+                part.copy_(each)
+        dist.broadcast(together, src=0)
+        yield from parts
+
+
+def in_buckets(
+    items: Iterable[Item], size: Callable[[Item], float], limit: float, kind: Callable[[Item], Any] = lambda item: None
+) -> list[list[Item]]:
+    """Groups items in their order, each kind by itself, with no more than `limit` bytes in a bucket of several."""
+    found: list[list[Item]] = []
+    begun: dict[Any, tuple[list[Item], float]] = {}
+    for item in items:
+        bucket, taken = begun.get(kind(item), ([], 0))
+        if not bucket or taken + size(item) > limit:
+            bucket, taken = [], 0
+            found.append(bucket)
+        bucket.append(item)
+        begun[kind(item)] = bucket, taken + size(item)
+    return found
+
+
+def _without_repetition(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the part of an expanded view that is in memory."""
+    for dimension, stride in enumerate(tensor.stride()):
+        tensor = tensor.narrow(dimension, 0, min(1, tensor.size(dimension))) if stride == 0 else tensor
+    return tensor
 
 
 def seed_generators(runtime: Runtime, seed: int, *place: int) -> None:
@@ -181,13 +239,15 @@ def set_generator_states(runtime: Runtime, states: dict[str, Any]) -> None:
 
 
 def restore_generators(
-    runtime: Runtime, states: Sequence[Mapping[str, Any]], rank: int, world_size: int, anew: Sequence[int]
+    runtime: Runtime, states: Sequence[Mapping[str, Any]], place: Sequence[int], places: int, seed: int
 ) -> None:
-    """Restores the generators of a rank. On another number of ranks it gets new streams, from a seed and a place."""
-    if len(states) == world_size:
-        set_generator_states(runtime, dict(states[rank]))
+    """Restores the generators of a rank, by its place among those that draw differently. Where there were others, all
+    ranks get new ones, from a seed and the place."""
+    by_place = {tuple(each["place"]): each for each in states}
+    if len(by_place) == places and tuple(place) in by_place:
+        set_generator_states(runtime, dict(by_place[tuple(place)]))
     else:
-        seed_generators(runtime, *anew)
+        seed_generators(runtime, seed, *place)
 
 
 def _text(data: bytes) -> str:

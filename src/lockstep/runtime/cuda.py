@@ -170,8 +170,7 @@ class ThroughHost(dist.ProcessGroup):
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         return self._in_place(tensors, lambda each: self._gloo.allreduce(each, _operation(opts, dist.AllreduceOptions)))
 
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
-        return self.allreduce(tensors, opts)
+    allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         return self._in_place(tensors, lambda each: self._gloo.broadcast(each, opts or dist.BroadcastOptions()))
@@ -192,8 +191,7 @@ class ThroughHost(dist.ProcessGroup):
         parts = list(output.view(-1).chunk(self.size()))
         return self.allgather([parts], [mine.reshape(-1)])
 
-    def all_gather_single(self, output: Tensor, mine: Tensor, opts: Any = None) -> Any:
-        return self._allgather_base(output, mine, opts)  # which is what torch calls it up to 2.12
+    all_gather_single = _allgather_base  # type: ignore[assignment]  # as torch calls it up to 2.12
 
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
@@ -213,8 +211,7 @@ class ThroughHost(dist.ProcessGroup):
         output.copy_(on_host.view(-1).chunk(self.size())[self.rank()].view(output.shape))
         return _done([output])
 
-    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Any:
-        return self._reduce_scatter_base(output, whole, opts)
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None

@@ -144,14 +144,6 @@ class XlaRuntime(Runtime):
         tensor.copy_(on_host)
         return None
 
-    def broadcast(self, tensors: list[torch.Tensor]) -> None:
-        if not tensors:
-            return
-        for tensor, on_host in zip(tensors, self.to_host(tensors), strict=True):
-            dist.broadcast(on_host, src=0)
-            tensor.data.copy_(on_host)
-        self.end_of_program()
-
     @property
     def spans_processes(self) -> bool:
         """Whether the device's collectives reach other processes. On PJRT CPU each process is separate."""

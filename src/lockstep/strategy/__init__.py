@@ -8,7 +8,6 @@ from lockstep.distributed.group import Group
 from lockstep.runtime.base import Runtime
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.ddp import DdpStrategy
-from lockstep.strategy.single import SingleStrategy
 
 
 def create(
@@ -38,7 +37,7 @@ def _without_mesh(
     if runtime.name == "xla":
         return _on_xla(settings, runtime, group.world_size)
     if group.world_size == 1:
-        return SingleStrategy(runtime)
+        return Strategy(runtime)
     return DdpStrategy(runtime, settings, group.world_size)
 
 
@@ -54,5 +53,5 @@ def _on_xla(settings: StrategySettings, runtime: Runtime, world_size: int) -> St
     if settings.type == "threads":
         return ThreadsStrategy(runtime)
     if world_size == 1:
-        return SingleStrategy(runtime)
+        return Strategy(runtime)
     return XlaDdpStrategy(runtime, settings, world_size)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # all that keep running statistics; their kernels change no version
 
+from lockstep.data.seeding import States, generators_kept
 from lockstep.runtime.base import Runtime
 from lockstep.strategy.blocks import BLOCKS, Forward, find_blocks, wrap_forward
 
@@ -37,9 +38,9 @@ def checkpoint_activations(
             type(model).__name__,
         )
         return
-    for with_buffers, recomputed in ((True, _recomputed_with_buffers), (False, _recomputed)):
+    for with_buffers in (True, False):
         modules = [each for each in found.values() if _has_buffers(each) is with_buffers]
-        wrap_forward(modules, functools.partial(recomputed, runtime, to_be_compiled))
+        wrap_forward(modules, functools.partial(_recomputed, runtime, to_be_compiled, with_buffers))
     logger.info("recomputed in the backward pass: %d modules, from %s on", len(found), next(iter(found)))
 
 
@@ -47,31 +48,25 @@ def _has_buffers(module: nn.Module) -> bool:
     return next(module.buffers(), None) is not None
 
 
-def _recomputed(runtime: Runtime, to_be_compiled: bool, forward: Forward) -> Forward:
+def _recomputed(runtime: Runtime, to_be_compiled: bool, with_buffers: bool, forward: Forward) -> Forward:
     # Compiled from outside, the passes become one program each, and the second leaves out what nobody needs. Where that
     # program cannot be made (a graph break), torch runs all that it recomputes as it is, unless it is compiled itself.
     inside = torch.compile(forward) if to_be_compiled else forward
+
+    def kept(module: nn.Module, inputs: Any, keywords: dict[str, Any]) -> Any:
+        return runtime.recomputed(_Pass(inside, module, with_buffers), inputs, keywords)
+
+    if to_be_compiled:  # what is done with buffers and generators is for Python alone
+        kept = torch.compiler.disable(kept, recursive=False)  # type: ignore[no-untyped-call]
 
     @functools.wraps(forward)
     def again(module: nn.Module, *inputs: Any, **keywords: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(module, *inputs, **keywords)
-        return runtime.recomputed(_called, inside, module, inputs, keywords)
+        if not with_buffers and torch.compiler.is_compiling():
+            return runtime.recomputed(_called, inside, module, inputs, keywords)
+        return kept(module, inputs, keywords)
 
-    return again
-
-
-def _recomputed_with_buffers(runtime: Runtime, to_be_compiled: bool, forward: Forward) -> Forward:
-    inside = torch.compile(forward) if to_be_compiled else forward
-
-    @functools.wraps(forward)
-    def again(module: nn.Module, *inputs: Any, **keywords: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return inside(module, *inputs, **keywords)
-        return runtime.recomputed(_Pass(inside, module), inputs, keywords)
-
-    if to_be_compiled:  # what is done with buffers is for Python alone
-        again = torch.compiler.disable(again, recursive=False)  # type: ignore[no-untyped-call]
     return again
 
 
@@ -84,28 +79,35 @@ class _Pass:
     """One forward pass of a module, and its repetitions.
 
     What a pass changes besides its output (the running statistics of BatchNorm, the vectors of a spectral norm) is
-    changed by the first alone, and all others find it as the first one did.
+    changed by the first alone, and all others find it as the first one did; and they draw the same numbers from
+    Python's and NumPy's generators. Those of torch are left to torch.
     """
 
-    def __init__(self, forward: Forward, module: nn.Module) -> None:
-        self._forward, self._module = forward, module
+    def __init__(self, forward: Forward, module: nn.Module, with_buffers: bool) -> None:
+        self._forward, self._module, self._with_buffers = forward, module, with_buffers
         # Buffers that the first pass changed, and what they were before; None before it.
         self._changed: list[tuple[nn.Module, str, Tensor]] | None = None
+        self._generators: States | None = None  # what they were, where the first pass drew from them
 
     def __call__(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if self._changed is None:
             return self._first(inputs, keywords)
-        with self._as_it_was(self._changed):
+        generators = generators_kept() if self._generators else contextlib.nullcontext()
+        with self._as_it_was(self._changed), generators:
+            if self._generators:
+                self._generators.restore()
             return self._forward(self._module, *inputs, **keywords)
 
     def _first(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         before = [
             (owner, name, buffer, buffer._version, buffer.detach().clone())
-            for owner in self._module.modules()
+            for owner in (self._module.modules() if self._with_buffers else ())
             for name, buffer in owner._buffers.items()
             if buffer is not None
         ]
+        generators = States.now()
         output = self._forward(self._module, *inputs, **keywords)
+        self._generators = generators if {"python", "numpy"} & set(generators.moved()) else None
         self._changed = [
             (owner, name, value)
             for owner, name, buffer, version, value in before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -22,16 +21,17 @@ from lockstep.strategy.parameters import (
     move_state,
     multiply_gradients,
     named_parameters,
+    to_device,
     values_of,
 )
 from lockstep.strategy.placing import Initialise, Parallelize, initialise
 
 
-class Strategy(abc.ABC):
+class Strategy:
     """Places models, and owns what depends on that: gradients, state, and what ranks compare. Nothing outside of a
-    strategy may assume that a rank has whole tensors."""
+    strategy may assume that a rank has whole tensors. As it is here, it is that of one device."""
 
-    name: str
+    name = "single"
     # Whether placing gives every rank what rank 0's model has; where not, each must have the same before.
     places_rank_0: ClassVar[bool] = True
     # Whether there is something to do in reduce_gradients, since the backward pass exchanges nothing.
@@ -59,40 +59,45 @@ class Strategy(abc.ABC):
     # Where things are
 
     @property
+    def place_of_generators(self) -> tuple[int, ...]:
+        """What the random numbers of a rank depend on beside the seed: dropout draws others for each slice."""
+        return () if self.leaves else (self.dp_rank,)
+
+    @property
     def meshes(self) -> Mapping[str, Any]:
         """The device meshes, by name."""
         return {}
 
-    def split_by(self, rules: Mapping[str, ShardRule], parallelize: Parallelize | None) -> None:  # noqa: B027
+    def split_by(self, rules: Mapping[str, ShardRule], parallelize: Parallelize | None) -> None:
         """Adds the task's sharding rules, after those of the config; and its own function that splits models."""
 
-    def check_precision(self, precision: str) -> None:  # noqa: B027
+    def check_precision(self, precision: str) -> None:
         """Refuses a precision that does not go with how the model is split."""
 
     def build(self, make: Callable[[], Any]) -> Any:
         """Makes a model, or several; on the meta device, where this rank gets its part of it from another."""
         return make()
 
-    def convert(self, model: nn.Module) -> None:  # noqa: B027
+    def convert(self, model: nn.Module) -> None:
         """Exchanges layers for others that the strategy needs, before anything else is done with a model."""
 
-    def use_comm_hook(self, hook: Any) -> None:  # noqa: B027
+    def use_comm_hook(self, hook: Any) -> None:
         """Sets a user's function that exchanges gradients."""
 
     def fill(self, model: nn.Module, seed: int, init_weights: Initialise | None) -> None:
         """Gives values to a model that was made on the meta device, before it is placed."""
         self._replaced += initialise(model, seed, init_weights)
 
-    @abc.abstractmethod
     def place(self, model: nn.Module) -> nn.Module:
         """Returns the module to train with; its parameters are on the device and equal on all ranks."""
+        return to_device(model, self.runtime.device)
 
     def place_optimizer(self, optimizer: Optimizer) -> None:
         """Moves state that an optimizer made before its model was placed (Adagrad) to where the parameters are now."""
         give_new_parameters(optimizer, self._replaced)
         move_state(optimizer)
 
-    def compute_on_bare_module(self, model: nn.Module) -> None:  # noqa: B027
+    def compute_on_bare_module(self, model: nn.Module) -> None:
         """Exchanges gradients although the loop calls the bare module in training, and not what `place` returned."""
 
     def copies_of(self, model: nn.Module) -> list[nn.Module]:
@@ -113,16 +118,16 @@ class Strategy(abc.ABC):
         """Returns what an error of the backward pass means to the user, where that depends on the strategy."""
         return None
 
-    def sync_gradients(self, wanted: bool) -> None:  # noqa: B027
+    def sync_gradients(self, wanted: bool) -> None:
         """Sets whether the next forward and backward pass exchanges gradients."""
 
-    def begin_micro_batch(self, step: int, source: str, micro: MicroBatch, begins_step: bool) -> None:  # noqa: B027
+    def begin_micro_batch(self, step: int, source: str, micro: MicroBatch, begins_step: bool) -> None:
         """The loop is about to compute a micro-batch."""
 
-    def before_backward(self) -> None:  # noqa: B027
+    def before_backward(self) -> None:
         """A backward pass begins."""
 
-    def reshard(self) -> None:  # noqa: B027
+    def reshard(self) -> None:
         """Frees what is gathered of parameters for a backward pass that may not come."""
 
     def computed(self, last: bool) -> None:
@@ -130,7 +135,7 @@ class Strategy(abc.ABC):
         if not last:  # what follows is a program of its own, the same for every micro-batch
             self.runtime.end_of_program()
 
-    def compare_used(self, digests: Sequence[int]) -> None:  # noqa: B027
+    def compare_used(self, digests: Sequence[int]) -> None:
         """Takes the digests of all ranks, and refuses ranks that have used different parameters."""
 
     def reduce_gradients(self, parameters: Parameters, counts: int = 0) -> int:
@@ -146,18 +151,17 @@ class Strategy(abc.ABC):
     def total_count(self, counts: Sequence[Tensor | float]) -> Tensor:
         """Returns the sum of the counts of all ranks."""
         dtype, device = self.runtime.count_dtype, self.runtime.device
-        return torch.stack(
-            [torch.as_tensor(each, dtype=dtype, device=device).detach().reshape(()) for each in counts]
-        ).sum()
+        found = [torch.as_tensor(each, dtype=dtype, device=device).detach().reshape(()) for each in counts]
+        return torch.stack(found).sum()
 
     def mean_over_ranks(self, totals: Sequence[Tensor | float], counts: Sequence[Tensor | float]) -> Tensor:
         """Returns the mean over the global batch, from weighted means or from sums over these counts."""
         return self.total_count(totals) / (self.total_count(counts) if counts else self._replicas_averaged)
 
-    def drop_unreduced(self, optimizer: Optimizer, abandoned: bool) -> None:  # noqa: B027
+    def drop_unreduced(self, optimizer: Optimizer, abandoned: bool) -> None:
         """Drops gradients of early micro-batches that no zero_grad reaches. An `abandoned` batch comes again."""
 
-    def keep_gradients(self, parameters: Parameters) -> None:  # noqa: B027
+    def keep_gradients(self, parameters: Parameters) -> None:
         """An optimizer was asked to step before the last micro-batch: the loop is done with this one."""
 
     def gradients_are_finite(self, parameters: Parameters) -> bool:
@@ -165,11 +169,11 @@ class Strategy(abc.ABC):
 
     def clip_gradients(self, parameters: Parameters, norm: float) -> Tensor:
         """Scales gradients down to a norm; returns the norm that they had."""
-        if self.keeps_slices or any(each.is_sparse for each in gradients_of(parameters)):
-            total = self.gradient_norm(parameters)
-            multiply_gradients(parameters, torch.clamp(norm / (total + 1e-6), max=1.0))
-            return total
-        return torch.nn.utils.clip_grad_norm_(parameters, norm)
+        if not self.keeps_slices and not any(each.is_sparse for each in gradients_of(parameters)):
+            return torch.nn.utils.clip_grad_norm_(parameters, norm)
+        total = self.gradient_norm(parameters)
+        multiply_gradients(parameters, torch.clamp(norm / (total + 1e-6), max=1.0))
+        return total
 
     def gradient_norm(self, parameters: Parameters) -> Tensor:
         """Returns the norm of all gradients, those of all ranks where each has a part."""
@@ -200,10 +204,6 @@ class Strategy(abc.ABC):
         """Loads what optimizer_state_dict returned; with Stored tensors where the strategy keeps slices."""
         optimizer.load_state_dict(dict(state))
 
-    def fetch(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Returns tensors that can be copied to the host; where that takes a program, one for all of them."""
-        return self.runtime.fetch(tensors)
-
     def restored(self, modules: Modules, optimizers: Sequence[Optimizer]) -> None:
         self.runtime.end_of_program()
 
@@ -211,11 +211,14 @@ class Strategy(abc.ABC):
 
     def parameters_to_check(self, modules: Modules) -> dict[str, Tensor]:
         """Returns the parameters by name, as they can be read without compiling a program for it."""
-        return named_parameters(modules)
+        named = named_parameters(modules)
+        return dict(zip(named, self.runtime.fetch(list(named.values())), strict=True))
 
     def holders(self, modules: Modules) -> dict[str, tuple[int, ...]] | None:
         """Returns for each parameter the ranks that must have the same of it; None: all ranks, of all parameters."""
         return None
 
-    def equalize_buffers(self, modules: Modules) -> None:  # noqa: B027
+    def equalize_buffers(self, modules: Modules) -> None:
         """Gives every rank rank 0's buffers (running statistics), before they are evaluated or saved."""
+        if self.has_replicas:
+            self.runtime.broadcast([buffer for module in modules.values() for buffer in module.buffers()])

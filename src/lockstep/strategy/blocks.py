@@ -105,6 +105,10 @@ def _forward_of(module: nn.Module) -> Forward:
     return lambda _, *inputs, **keywords: own(*inputs, **keywords)
 
 
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
 def without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     """Torch loses its hook where a view is changed in place; and the output of a split layer is a view of a DTensor."""
     return map_tensors(lambda each: _own(each) if each._is_view() else each, output)

@@ -1,13 +1,14 @@
 """Collectives with gradients: BatchNorm over the batches of all ranks, and all_gather.
 
-Torch's SyncBatchNorm is for GPUs alone. On other devices, and where GPUs are shared over gloo, the same is computed
-here by ordinary operations. A layer with a custom forward (BatchNorm and an activation) keeps it: only the
-normalisation inside of it is exchanged.
+Torch's SyncBatchNorm is for GPUs alone. On other devices, where GPUs are shared over gloo, and in layers with a custom
+forward (BatchNorm and an activation), the same is computed here by ordinary operations. A layer keeps its forward: only
+the normalisation inside of it is exchanged.
 """
 
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -20,29 +21,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import ConfigError
+from lockstep.runtime.base import meeting_place
 
 logger = logging.getLogger(__name__)
-
-
-class SyncedBatchNorm(_BatchNorm):
-    copies: int  # ranks that compute the same slice of a batch
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
-            return super().forward(input)
-        self._check_input_dim(input)
-        momentum = self.momentum
-        if self.num_batches_tracked is not None and self.track_running_stats:
-            self.num_batches_tracked.add_(1)
-            momentum = 1.0 / float(self.num_batches_tracked) if momentum is None else momentum
-        return _over_ranks(
-            input, self.running_mean if self.track_running_stats else None, self.running_var, self.weight, self.bias,
-            momentum or 0.0, self.eps, self.copies,
-        )  # fmt: skip
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected an input of at least two dimensions, got {list(input.shape)}")
 
 
 def synchronise(model: nn.Module, copies: int = 1) -> None:
@@ -50,20 +31,21 @@ def synchronise(model: nn.Module, copies: int = 1) -> None:
     the same objects, with the same parameters, buffers and hooks."""
     layers = {
         name: each for name, each in model.named_modules()
-        if isinstance(each, _BatchNorm) and not isinstance(each, (nn.SyncBatchNorm, SyncedBatchNorm, LazyModuleMixin))
+        if isinstance(each, _BatchNorm) and not isinstance(each, (nn.SyncBatchNorm, LazyModuleMixin))
+        and not isinstance(vars(each).get("forward"), SyncedForward)
     }  # fmt: skip
     by_torch = dist.get_backend() == "nccl" and copies == 1
     for name, layer in layers.items():
-        if type(layer).forward is not _BatchNorm.forward or "forward" in vars(layer):
-            vars(layer)["forward"] = _OwnForward(layer.forward, layer, name, copies)
-            continue
-        layer.__class__ = nn.SyncBatchNorm if by_torch else SyncedBatchNorm
-        vars(layer).update(process_group=None, copies=copies)
+        if by_torch and type(layer).forward is _BatchNorm.forward and "forward" not in vars(layer):
+            layer.__class__ = nn.SyncBatchNorm
+            vars(layer).update(process_group=None)
+        else:
+            vars(layer)["forward"] = SyncedForward(layer.forward, layer, name, copies)
     if layers:
         logger.info("sync_batchnorm: %d layers normalise by the batches of all ranks", len(layers))
 
 
-class _OwnForward:
+class SyncedForward:
     """The forward of a layer, in which batch_norm is computed over all ranks."""
 
     def __init__(self, forward: Callable[..., Any], layer: nn.Module, name: str, copies: int) -> None:
@@ -123,12 +105,13 @@ def _over_ranks(
         running_mean.lerp_(mean.detach().to(running_mean.dtype), momentum)
         running_var.lerp_(unbiased.to(running_var.dtype), momentum)
     shape = [1, -1, *[1] * (input.dim() - 2)]
-    found = ((mine - mean.view(shape)) * (variance + eps).rsqrt().view(shape)).to(input.dtype)
+    wide = torch.promote_types(input.dtype, torch.float32)
+    found = ((mine - mean.view(shape)) * (variance + eps).rsqrt().view(shape)).to(wide)
     if weight is not None:
         found = found * weight.view(shape)
     if bias is not None:
         found = found + bias.view(shape)
-    return cast(Tensor, found)
+    return cast(Tensor, found.to(input.dtype))
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -142,9 +125,7 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        total = gradients[0].contiguous().clone()
-        dist.all_reduce(total)
-        return total
+        return _SumOverRanks.apply(*gradients)  # type: ignore[no-untyped-call]
 
 
 def all_gather(mine: Tensor, dp_rank: int, is_leader: bool, copies: int) -> Tensor:
@@ -167,13 +148,19 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, dp_rank: int, is_leader: bool, copies: int) -> Tensor:
-        device = _meeting_place(mine)
-        about = _exchanged(torch.tensor([dp_rank, len(mine), int(is_leader)], device=device)).tolist()
-        longest = max(length for _, length, _ in about)
+        device, look = meeting_place(mine.device), (list(mine.shape[1:]), mine.dtype)
+        kind = zlib.crc32(repr(look).encode())
+        about = _exchanged(torch.tensor([dp_rank, len(mine), int(is_leader), kind], device=device)).tolist()
+        if len({kind for *_, kind in about}) > 1:
+            raise ConfigError(
+                f"run.all_gather: ranks have tensors that differ in more than their length. Behind the first "
+                f"dimension, rank {dist.get_rank()} has {look[0]} of {look[1]}: give it the same on all ranks"
+            )
+        longest = max(length for _, length, *_ in about)
         padded = torch.zeros((longest, *mine.shape[1:]), dtype=mine.dtype, device=device)
         padded[: len(mine)] = mine
         parts = _exchanged(padded.view(-1).view(torch.uint8)).view(mine.dtype).view(len(about), *padded.shape)
-        leaders = sorted((dp_rank, length, rank) for rank, (dp_rank, length, leads) in enumerate(about) if leads)
+        leaders = sorted((dp_rank, length, rank) for rank, (dp_rank, length, leads, _) in enumerate(about) if leads)
         begin = sum(length for theirs, length, _ in leaders if theirs < dp_rank)
         ctx.mine, ctx.copies = slice(begin, begin + len(mine)), copies
         return torch.cat([parts[rank, :length] for _, length, rank in leaders]).to(mine.device)
@@ -181,8 +168,8 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        total = gradient.to(_meeting_place(gradient), torch.promote_types(gradient.dtype, torch.float32), copy=True)
-        dist.all_reduce(total)
+        wide = gradient.to(meeting_place(gradient.device), torch.promote_types(gradient.dtype, torch.float32))
+        total = _SumOverRanks.apply(wide)  # type: ignore[no-untyped-call]
         return (total[ctx.mine] / ctx.copies).to(gradient.device, gradient.dtype), None, None, None
 
 
@@ -191,11 +178,6 @@ def _exchanged(mine: Tensor) -> Tensor:
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(found, mine)
     return torch.stack(found)
-
-
-def _meeting_place(tensor: Tensor) -> torch.device:
-    """Returns where ranks exchange a tensor: gloo does so in host memory alone."""
-    return torch.device("cpu") if dist.get_backend() == "gloo" else tensor.device
 
 
 def cannot_gather(strategy: str) -> ConfigError:

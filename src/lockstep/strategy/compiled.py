@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from lockstep.config.training import Compile
 from lockstep.errors import ConfigError
 from lockstep.strategy.blocks import BLOCKS, Forward, find_blocks, wrap_forward
-from lockstep.strategy.collectives import SyncedBatchNorm
+from lockstep.strategy.collectives import SyncedForward
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def _inductor(how: Compile) -> Backend:
 
 def _leave_out_what_meets_others(model: nn.Module) -> None:
     """Layers that exchange something with other ranks run as they are written."""
-    synced = [each for each in model.modules() if isinstance(each, SyncedBatchNorm)]
+    synced = [each for each in model.modules() if isinstance(vars(each).get("forward"), SyncedForward)]
     wrap_forward(synced, lambda forward: torch.compiler.disable(forward))  # type: ignore[no-untyped-call]
 
 

@@ -1,7 +1,8 @@
 """Context parallel: ranks along the axis `context` each compute a part of every sequence.
 
 Blocks see a part of it; what is outside of them sees all of it, on every one of these ranks. Attention within a block
-gathers keys and values. Everything else must work on each position by itself, which is tried before the first step.
+gathers keys and values. Everything else must work on each position by itself, which is tried before a block of each
+kind is computed for the first time.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
@@ -25,11 +27,11 @@ from torch.overrides import TorchFunctionMode
 from lockstep.distributed.activity import Activity
 from lockstep.errors import ConfigError
 from lockstep.runtime.moving import map_tensors
-from lockstep.strategy.blocks import Forward, wrap_forward
+from lockstep.strategy.blocks import Forward, first_line, wrap_forward
 from lockstep.strategy.slices import local_part
 
 _AXIS = "strategy.mesh: context"
-# How far the outputs of the first block may be apart, relative to the largest: rounding.
+# How far the outputs of a block may be apart, relative to the largest: rounding.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _TOLERANCE_OF_HALF = 5e-2
 _CONTIGUOUS = torch.contiguous_format
@@ -55,23 +57,21 @@ class Context:
 
     def __init__(self, blocks: Mapping[str, nn.Module], mesh: DeviceMesh, activity: Activity) -> None:
         self.group, self.size, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
-        self._names = {id(block): f"{name} ({type(block).__name__})" for name, block in blocks.items()}
-        self._first, self._last = next(iter(self._names)), next(reversed(self._names))
+        self.names = {id(block): f"{name} ({type(block).__name__})" for name, block in blocks.items()}
+        self.first, self.last = next(iter(self.names)), next(reversed(self.names))
         self._activity = activity
         self.number = next(_numbers)
         CONTEXTS[self.number] = self
         self.length = 0  # of a whole sequence
-        self.tried: set[bool] = set()  # in training, in evaluation: dropout shows in training alone
+        self._kinds = {id(block): _kind_of(block, number) for number, block in enumerate(blocks.values())}
+        self._tried: set[tuple[str, bool]] = set()
         self.attends = False
 
-    def name_of(self, module: nn.Module) -> str:
-        return self._names[id(module)]
-
-    def is_first(self, module: nn.Module) -> bool:
-        return id(module) == self._first
-
-    def is_last(self, module: nn.Module) -> bool:
-        return id(module) == self._last
+    def is_untried(self, module: nn.Module) -> bool:
+        """Whether no block of this kind was tried in training, or in evaluation: dropout shows in training alone."""
+        before = len(self._tried)
+        self._tried.add((self._kinds[id(module)], module.training))
+        return len(self._tried) > before
 
     def begin(self, whole: Tensor) -> None:
         self.length = whole.size(1)
@@ -104,6 +104,16 @@ class Context:
         return tensor
 
 
+def _kind_of(block: nn.Module, number: int) -> str:
+    """Returns the layers and settings of a block as text; without numbers that count blocks, which tell nothing."""
+    settings = [
+        (name, key, value) for name, part in block.named_modules() for key, value in sorted(vars(part).items())
+        if isinstance(value, (bool, int, float, str)) and key != "training"
+        and not (type(value) is int and value in (number, number + 1))
+    ]  # fmt: skip
+    return f"{block!r} {settings}"
+
+
 # Gradients are averaged over all ranks afterwards, as those of ranks with other rows are. So within blocks they are so
 # many times as large as there are ranks along the axis: the sum over parts of the sequence is what the mean returns.
 
@@ -117,6 +127,7 @@ class _Part(torch.autograd.Function):
         return context.part_of(whole, 1).contiguous()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return ctx.context.gather(gradient, 1) / ctx.context.size, None
 
@@ -130,6 +141,7 @@ class _Whole(torch.autograd.Function):
         return context.gather(part, 1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return ctx.context.part_of(gradient, 1) * ctx.context.size, None
 
@@ -206,14 +218,16 @@ def _split(context: Context, forward: Forward) -> Forward:
     @functools.wraps(forward)
     def computed(module: nn.Module, hidden: Tensor, *inputs: Any, **named: Any) -> Any:
         named = {name: None if name.startswith("past_key_value") else each for name, each in named.items()}
-        if context.is_first(module):
+        is_first = id(module) == context.first
+        if is_first:
             context.begin(hidden)
-            if module.training not in context.tried and not isinstance(hidden, FakeTensor):
-                context.tried.add(module.training)
-                _try(context, forward, module, hidden, inputs, named)
+        if not isinstance(hidden, FakeTensor) and context.is_untried(module):
+            whole = hidden.detach() if is_first else context.gather(hidden.detach(), 1)
+            _try(context, forward, module, whole, inputs, named)
+        if is_first:
             hidden = _Part.apply(hidden, context)  # type: ignore[no-untyped-call]
         output = _on_part(context, forward, module, hidden, inputs, named)
-        return _first_of(output, lambda each: _Whole.apply(each, context)) if context.is_last(module) else output  # type: ignore[no-untyped-call]
+        return _first_of(output, lambda each: _Whole.apply(each, context)) if id(module) == context.last else output  # type: ignore[no-untyped-call]
 
     return computed
 
@@ -223,7 +237,7 @@ def _on_part(
 ) -> Any:
     if hidden.size(1) * context.size != context.length:
         raise ConfigError(
-            f"{_AXIS}: {context.name_of(module)} got {hidden.size(1)} positions, where a part of the sequence has "
+            f"{_AXIS}: {context.names[id(module)]} got {hidden.size(1)} positions, where a part of the sequence has "
             f"{context.length // context.size}: blocks have to be called one after the other, the first one first"
         )
 
@@ -238,7 +252,7 @@ def _on_part(
     is_planned = isinstance(hidden, FakeTensor)  # which traces blocks that are alike once
     if not attention.was_used and not (is_planned and context.attends):
         raise ConfigError(
-            f"{_AXIS}: {context.name_of(module)} does not call "
+            f"{_AXIS}: {context.names[id(module)]} does not call "
             "torch.nn.functional.scaled_dot_product_attention, so its positions would see a part of the sequence "
             'alone. Use that function for attention (attn_implementation="sdpa" in transformers)'
         )
@@ -257,6 +271,7 @@ def _try(
     context: Context, forward: Forward, module: nn.Module, hidden: Tensor, inputs: Any, named: Mapping[str, Any]
 ) -> None:
     """Refuses a block whose output is another one where sequences are split, or which draws random numbers."""
+    name = context.names[id(module)]
     gpu = [hidden.device] if hidden.device.type == "cuda" else []
 
     def random_states() -> list[list[int]]:
@@ -269,7 +284,7 @@ def _try(
             raise
         except (RuntimeError, AssertionError, ValueError, IndexError) as error:
             raise ConfigError(
-                f"{_AXIS}: {context.name_of(module)} cannot be computed on a part of a sequence: {_first(error)}. "
+                f"{_AXIS}: {name} cannot be computed on a part of a sequence: {first_line(error)}. "
                 "What it is given for each position needs shape [batch, positions, ...], which is cut; a mask of "
                 "keys shape [batch, 1, 1, positions], which is not"
             ) from error
@@ -282,7 +297,7 @@ def _try(
                 drew = random_states() != before
             if drew or any(isinstance(each, nn.Dropout) and each.p and each.training for each in module.modules()):
                 raise ConfigError(
-                    f"{_AXIS}: {context.name_of(module)} draws random numbers (dropout), of which each rank would have "
+                    f"{_AXIS}: {name} draws random numbers (dropout), of which each rank would have "
                     "the same for its part of the sequence: set dropout to 0, or remove the axis"
                 )
         with _in_evaluation(module), _nothing_hidden(module):
@@ -293,7 +308,7 @@ def _try(
     apart = float((joined - whole).abs().max() / whole.abs().max().clamp_min(1e-30))
     if not apart <= _tolerance(whole):
         raise ConfigError(
-            f"{_AXIS}: {context.name_of(module)} computes something else from parts of a sequence than from all of it "
+            f"{_AXIS}: {name} computes something else from parts of a sequence than from all of it "
             f"(by {apart:.1e} of the largest value): besides attention, each position must be computed by itself. A "
             "convolution over positions, or positions counted within the block, cannot be split"
         )
@@ -312,10 +327,6 @@ def _nothing_hidden(module: nn.Module) -> Iterator[None]:
     finally:
         for each in zeros:
             each.zero_()
-
-
-def _first(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 @contextlib.contextmanager

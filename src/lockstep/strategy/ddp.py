@@ -12,6 +12,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_group
+from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -23,7 +25,6 @@ from lockstep.strategy import collectives
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.collectives import synchronise
 from lockstep.strategy.optimizer_step import meets, step_parts
-from lockstep.strategy.parameters import Modules, gradients_of
 
 logger = logging.getLogger(__name__)
 
@@ -123,13 +124,9 @@ class Replica(DistributedDataParallel):
                 grad is not before or version != version_before
                 for (grad, version), (before, version_before) in zip(now, self._before, strict=True)
             )
-        if self._changed and last:
+        if last and (self._changed or (self._reached and not self._awaited)):
             _average(list(self.module.parameters()))
             self._changed = False
-        elif self._reached and last and not self._awaited:
-            for gradient in gradients_of(list(self.module.parameters())):
-                dist.all_reduce(gradient)
-                gradient /= dist.get_world_size()
         self.passes += self._reached
         self._awaited, self._reached = self._awaited and not self._reached, False
 
@@ -181,6 +178,7 @@ class DdpStrategy(Strategy):
         self.has_replicas, self._replicas_averaged = True, world_size
         self._settings = settings
         self._replicas: list[Replica] = []
+        self._frozen: list[nn.Module] = []  # at first: they may be trained later, and torch averages nothing of them
         self._user_hook: Hook | None = None
 
     def use_comm_hook(self, hook: Any) -> None:
@@ -194,9 +192,12 @@ class DdpStrategy(Strategy):
 
     def place(self, model: nn.Module) -> nn.Module:
         model = model.to(self.runtime.device)  # first, since DDP looks at where the parameters are
+        tensors = [*model.parameters(), *model.buffers()]
+        if tensors:
+            _verify_param_shape_across_processes(_get_default_group(), tensors)
+        self.runtime.broadcast(tensors)
         if not any(each.requires_grad for each in model.parameters()):  # nothing to exchange, and DDP refuses it
-            with torch.no_grad():
-                self.runtime.broadcast([*model.parameters(), *model.buffers()])
+            self._frozen.append(model)
             return model
         settings = self._settings
         # A static graph finds what is unused by itself, in its first step.
@@ -206,6 +207,7 @@ class DdpStrategy(Strategy):
             model,
             device_ids=[self.runtime.device.index] if on_gpu else None,
             output_device=settings.output_device if on_gpu else None,
+            init_sync=False,
             find_unused_parameters=finds_unused,
             bucket_cap_mb=settings.bucket_mb,
             gradient_as_bucket_view=settings.has_bucket_views(on_gpu),
@@ -258,6 +260,9 @@ class DdpStrategy(Strategy):
         super().computed(last)
         for replica in self._replicas:
             replica.computed(last)
+        for model in self._frozen if last else ():
+            if any(each.requires_grad for each in model.parameters()):
+                _average(list(model.parameters()))
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         if closure is None and meets(optimizer):
@@ -274,11 +279,6 @@ class DdpStrategy(Strategy):
         total = super().total_count(counts)
         dist.all_reduce(total)
         return total
-
-    def equalize_buffers(self, modules: Modules) -> None:
-        for module in modules.values():
-            for buffer in module.buffers():
-                dist.broadcast(buffer, src=0)
 
 
 def _versions(module: nn.Module) -> list[tuple[Tensor | None, int]]:

@@ -22,11 +22,11 @@ from torch.optim import Optimizer
 from lockstep.data.batches import MicroBatch
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
-from lockstep.runtime.base import Runtime, seed_generators
+from lockstep.runtime.base import Runtime, meeting_place, seed_generators
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.leaves import LeafBuffers, LeafTree
-from lockstep.strategy.parameters import Parameters, to_device
-from lockstep.strategy.tree_exchange import Node, TreeExchange, add_over_ranks, buckets, device_between, flat_views
+from lockstep.strategy.parameters import Parameters
+from lockstep.strategy.tree_exchange import Node, TreeExchange, add_over_ranks, buckets, flat_views
 
 _AFTER_LEAVES = -1  # takes the place of a leaf: between two steps all ranks draw the same
 
@@ -61,10 +61,9 @@ class ExactStrategy(Strategy):
         self._is_reduced = True  # whether an optimizer has stepped for the batch: all ranks know it alike
 
     def place(self, model: nn.Module) -> nn.Module:
-        model = to_device(model, self.runtime.device)
+        model = super().place(model)
         if self.world_size > 1:
-            with torch.no_grad():
-                self.runtime.broadcast([*model.parameters(), *model.buffers()])
+            self.runtime.broadcast([*model.parameters(), *model.buffers()])
         self._buffers.add(model)
         return model
 
@@ -210,7 +209,7 @@ class ExactStrategy(Strategy):
         mine[0] = len(found)
         if found:
             mine[1 : 1 + len(found)] = torch.stack(found)
-        here = mine.to(device_between(device))
+        here = mine.to(meeting_place(device))
         of_all = [torch.empty_like(here) for _ in range(self.world_size)]
         dist.all_gather(of_all, here)
         return torch.cat([each[1 : 1 + int(each[0])] for each in of_all]).to(device).sum()
@@ -265,7 +264,7 @@ class ExactStrategy(Strategy):
 
     def _most(self, present: Sequence[int]) -> list[int]:
         """Returns for each of these the most that any rank has: whether any has it."""
-        has = torch.tensor(present, dtype=torch.int32, device=device_between(self.runtime.device))
+        has = torch.tensor(present, dtype=torch.int32, device=meeting_place(self.runtime.device))
         dist.all_reduce(has, dist.ReduceOp.MAX)
         return list(map(int, has.tolist()))
 

@@ -14,7 +14,7 @@ from lockstep.distributed.group import Group
 from lockstep.distributed.topology import ranks_text
 from lockstep.errors import NonFiniteWeights, ReplicasDiffer
 from lockstep.strategy.base import Strategy
-from lockstep.strategy.parameters import Modules
+from lockstep.strategy.parameters import Modules, named_parameters
 from lockstep.strategy.slices import local_part
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -40,7 +40,7 @@ def marks_of_weights(strategy: Strategy, modules: Modules) -> list[list[int]] | 
     buffers = [local_part(each) for module in modules.values() for each in module.buffers()]
     try:
         # Buffers one by one: they may be on several devices.
-        each_buffer = [fingerprint({"": each}) for each in strategy.fetch(buffers)]
+        each_buffer = [fingerprint({"": each}) for each in strategy.runtime.fetch(buffers)]
         return [fingerprint(strategy.parameters_to_check(modules)), *each_buffer]
     except RuntimeError:  # sparse, quantized
         return None
@@ -69,13 +69,16 @@ def check_replicas(
     checked = strategy.parameters_to_check(modules)
     mine = fingerprint(checked) if strategy.has_replicas else []
     holders = list((strategy.holders(modules) or {}).values())
-    about = {"fingerprint": digests(mine, holders), "bad": non_finite(checked), "used": strategy.used}
+    # Frozen weights may be what they are: a mask of -inf, or of a type that has no norm.
+    trained = {name for name, each in named_parameters(modules).items() if each.requires_grad}
+    bad = non_finite({name: each for name, each in checked.items() if name in trained})
+    about = {"fingerprint": digests(mine, holders), "bad": bad, "used": strategy.used}
     messages = group.gather({**message, **about}, name)
     strategy.compare_used([each["used"] for each in messages])
-    bad = {rank: each["bad"] for rank, each in enumerate(messages) if each["bad"]}
-    if bad:
-        ranks = "all ranks" if len(bad) == len(messages) else ranks_text(list(bad))
-        raise NonFiniteWeights(step, next(iter(bad.values())), ranks)
+    found = {rank: each["bad"] for rank, each in enumerate(messages) if each["bad"]}
+    if found:
+        ranks = "all ranks" if len(found) == len(messages) else ranks_text(list(found))
+        raise NonFiniteWeights(step, next(iter(found.values())), ranks)
     compare(group, list(checked), mine, holders, [each["fingerprint"] for each in messages], step)
     return messages
 

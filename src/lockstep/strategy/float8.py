@@ -62,7 +62,7 @@ class Float8Linear(nn.Linear):
         if torch.is_autocast_enabled(kind):  # as F.linear does it
             input = input.to(torch.get_autocast_dtype(kind))
         rows = input.reshape(-1, input.shape[-1])
-        if rows.shape[0] % _MULTIPLE:  # a batch of another size, as the last one may be
+        if not len(rows) or len(rows) % _MULTIPLE:  # a batch of another size, as the last one may be
             return F.linear(input, self.weight, self.bias)
         output: Tensor = _Product.apply(rows, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return output.view(*input.shape[:-1], output.shape[-1])
@@ -85,6 +85,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise ConfigError("train.precision: fp8 has no second derivatives (create_graph=True): use bf16")
         (slope,) = given
         transposed, unscale, weight, weight_scale, weight_unscale = ctx.saved_tensors
         slope_scale, slope_unscale = _scales(slope, _SLOPES)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.utils._pytree import tree_leaves
 
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
@@ -69,6 +70,16 @@ class SecondBackward:
         if torch.is_grad_enabled() and not self.is_possible:  # only while a graph of the backward pass is made
             self.is_possible = True
             self._model.set_reshard_after_backward(False)
+
+
+def reshard_without_backward(module: nn.Module, inputs: Any, output: Any) -> None:
+    """Frees what torch keeps gathered until a backward pass, where none comes."""
+    if isinstance(module, FSDPModule):
+        learns = torch.is_grad_enabled() and any(
+            isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(output)
+        )
+        if not learns:
+            module.reshard()
 
 
 def let_methods_compute(model: nn.Module) -> None:

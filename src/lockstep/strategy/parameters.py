@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -53,12 +53,6 @@ def named_parameters(modules: Modules) -> dict[str, Tensor]:
     }
 
 
-def on_host(modules: Modules, fetch: Callable[[list[Tensor]], list[Tensor]]) -> dict[str, Tensor]:
-    """Returns the parameters by name, fetched all at once."""
-    named = named_parameters(modules)
-    return dict(zip(named, fetch(list(named.values())), strict=True))
-
-
 def prefixed(modules: Modules, module: str, name: str) -> str:
     return name if len(modules) == 1 else f"{module}.{name}"
 
@@ -87,7 +81,8 @@ def multiply_gradients(parameters: Parameters, factor: Tensor) -> None:
         else:
             kinds.setdefault((gradient.dtype, gradient.device), []).append(gradient)
     for (dtype, device), gradients in kinds.items():  # all at once: a kernel for each would cost more
-        torch._foreach_mul_(gradients, factor.to(device, dtype))
+        # In float32 at least: rounded to bfloat16, one factor would make all of them too large or too small.
+        torch._foreach_mul_(gradients, factor.to(device, torch.promote_types(dtype, torch.float32)))
 
 
 def all_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -8,19 +8,18 @@ all blocks) gets its values from rank 0, and is split before the next: the model
 from __future__ import annotations
 
 import logging
-import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
+from lockstep.runtime.base import from_rank_0
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +30,6 @@ _STREAM = 4  # of random numbers; data/permutation.py and data/seeding.py have t
 
 # What a buffer holds until something sets it: any number would do that nobody takes for a result.
 _UNSET = 0
-_ALIGNMENT = 16  # of a tensor in what is broadcast: more than any type of number needs
-_PIECE_BYTES = 64 * 2**20  # that is broadcast at once
 
 
 def has_no_memory(model: nn.Module) -> bool:
@@ -136,6 +133,11 @@ def owned_by(model: nn.Module, taken: Iterable[nn.Parameter] = ()) -> dict[int, 
             "split by itself: they would train two copies. Give run.setup one module that contains both, or use "
             "strategy: ddp"
         )
+    if hooked := [each.names[0] for each in found.values() if each.before._post_accumulate_grad_hooks]:
+        raise ConfigError(
+            f"run.setup: {', '.join(hooked[:6])} has a hook (register_post_accumulate_grad_hook), which would be lost: "
+            "the model is split into new parameters. Register it after run.setup"
+        )
     return found
 
 
@@ -205,34 +207,4 @@ class Filling:
         """Returns rank 0's values, on the device; on other ranks only shape and type of the tensors count."""
         if self._group.world_size == 1:
             return [each.to(self._device) for each in tensors]
-        received: list[Tensor] = []
-        for bucket in _buckets(tensors):
-            received += self._broadcast(bucket)
-        return received
-
-    def _broadcast(self, bucket: Sequence[Tensor]) -> list[Tensor]:
-        begins, size = [], 0
-        for each in bucket:
-            begins.append(size)
-            size += math.ceil(each.nbytes / _ALIGNMENT) * _ALIGNMENT
-        together = torch.zeros(size, dtype=torch.uint8, device=self._device)
-        parts = [
-            together[begin : begin + each.nbytes].view(each.dtype).view(each.shape)
-            for begin, each in zip(begins, bucket, strict=True)
-        ]
-        if self._group.rank == 0:
-            for part, each in zip(parts, bucket, strict=True):
-                part.copy_(each)
-        dist.broadcast(together, src=0)
-        return [part.clone() for part in parts]  # memory of their own: one that stays must not keep the others
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    for each in tensors:
-        if bucket and sum(one.nbytes for one in bucket) + each.nbytes > _PIECE_BYTES:
-            yield bucket
-            bucket = []
-        bucket.append(each)
-    if bucket:
-        yield bucket
+        return [each.to(self._device, copy=True) for each in from_rank_0(tensors, self._device)]

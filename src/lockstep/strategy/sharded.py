@@ -14,16 +14,9 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.config.strategy import BATCH_AXES, CONTEXT_AXIS, DATA_AXIS, REPLICA_AXIS, ShardRule
 from lockstep.config.strategy import Strategy as StrategySettings
@@ -41,9 +34,16 @@ from lockstep.strategy import (
 )
 from lockstep.strategy import mesh as meshing
 from lockstep.strategy.base import Strategy
-from lockstep.strategy.blocks import find_blocks, without_views
+from lockstep.strategy.blocks import find_blocks, first_line, without_views
 from lockstep.strategy.collectives import synchronise
-from lockstep.strategy.fsdp import BlockTracker, SecondBackward, UsedParameters, let_methods_compute, param_groups
+from lockstep.strategy.fsdp import (
+    BlockTracker,
+    SecondBackward,
+    UsedParameters,
+    let_methods_compute,
+    param_groups,
+    reshard_without_backward,
+)  # fmt: skip
 from lockstep.strategy.parameters import (
     Modules,
     Parameters,
@@ -92,8 +92,9 @@ class ShardedStrategy(Strategy):
         self._copies = self.world_size // self.dp_size  # ranks that work on the same slice of a batch
         self._models: list[FSDPModule] = []
         self._second: list[SecondBackward] = []  # of each model
+        self._spread: list[nn.Parameter] = []
         self._scalars: list[nn.Parameter] = []
-        self._averaged: Any = WeakTensorKeyDictionary()  # the version of a gradient, as it was averaged
+        self._unchecked: list[tuple[nn.Module, tensor_parallel.Plan]] = []  # whose gradients nobody has looked at
         self._syncs, self._accumulates = True, False
         self._seed = 0
         self._holders: dict[int, int] = {}  # by the identity of a parameter
@@ -147,7 +148,7 @@ class ShardedStrategy(Strategy):
             logger.warning(
                 "the model cannot be made on the meta device (%s: %s): this rank makes all of it, and drops what is "
                 "not its own. Keep what reads values (.item(), numpy) out of the model's constructor to save memory",
-                type(error).__name__, str(error).splitlines()[0] if str(error) else "",
+                type(error).__name__, first_line(error),
             )  # fmt: skip
             return make()
 
@@ -166,12 +167,13 @@ class ShardedStrategy(Strategy):
             units, split = self._place_by_rules(model, owned, filling)
             logger.info("mesh %s; %d blocks, %d of %d parameters split by rules", text, units - 1, split, len(owned))
         self._replaced += [(each.before, each.now) for each in owned.values()]
-        model.register_forward_hook(_reshard_without_backward)
+        for each in model.parameters():
+            (self._spread if is_spread(each) else self._scalars).append(each)
+        model.register_forward_hook(reshard_without_backward)
         let_methods_compute(model)
         assert isinstance(model, FSDPModule)
         self._models.append(model)
         self._second.append(SecondBackward(model))
-        self._scalars += [each for each in model.parameters() if not is_spread(each) and each.requires_grad]
         return model
 
     def _place_by_rules(
@@ -181,6 +183,7 @@ class ShardedStrategy(Strategy):
         shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
         ruled = meshing.by_rules(shapes, self._shapes, self._settings, self._rules)
         plan = tensor_parallel.plan(model, ruled, self._shape)
+        self._unchecked.append((model, plan))
         units = placing.units(model, find_blocks(model, self._settings.blocks))
         done: set[int] = set()
 
@@ -242,7 +245,7 @@ class ShardedStrategy(Strategy):
             how["reshard_after_forward"] = False
         fully_shard(unit, mesh=self._over, **how)
         if not self._settings.reshard_after_forward:
-            unit.register_forward_hook(_reshard_without_backward)
+            unit.register_forward_hook(reshard_without_backward)
 
     def place_optimizer(self, optimizer: Optimizer) -> None:
         """Gives the optimizer the split parameters, and splits the state that it had for them."""
@@ -275,7 +278,7 @@ class ShardedStrategy(Strategy):
             if "DTensor" not in str(error) and "sharding" not in str(error).lower():
                 raise
             raise self._does_not_fit(
-                optimizer, f"torch cannot do its arithmetic on their parts ({_first(error)})"
+                optimizer, f"torch cannot do its arithmetic on their parts ({first_line(error)})"
             ) from None
 
     def _does_not_fit(self, optimizer: Optimizer, why: str) -> ConfigError:
@@ -305,25 +308,34 @@ class ShardedStrategy(Strategy):
         for each in self._second:
             each.computed()
         if last:
-            self.used = self._used.note([now for _, now in self._replaced])
+            self.used = self._used.note(self._spread)
+            for model, plan in [each for each in self._unchecked if gradients_of(list(each[0].parameters()))]:
+                self._unchecked.remove((model, plan))  # once is enough
+                tensor_parallel.check_gradients(model, plan, self._mesh, self._group)
             self._average_scalars()
 
     def compare_used(self, digests: Sequence[int]) -> None:
         models = cast(list[nn.Module], self._models)
         names = {id(each): name for model in models for name, each in model.named_parameters()}
-        self.used = self._used.compare(digests, [names.get(id(now), "") for _, now in self._replaced], self._group)
+        self.used = self._used.compare(digests, [names.get(id(each), "") for each in self._spread], self._group)
 
     def _average_scalars(self) -> None:
-        """Averages gradients of parameters that are not split, which torch does not reduce. Only those that a backward
-        pass has added to: what they held before is the average already."""
-        gradients = [each for each in gradients_of(self._scalars) if self._averaged.get(each) != each._version]
-        if gradients and self.world_size > 1:
-            mean = torch.stack([each.double() for each in gradients])
-            with self._group.activity.within("the gradients of scalar parameters", waits=True):
-                dist.all_reduce(mean)
-            for gradient, value in zip(gradients, mean / self.world_size, strict=True):
-                gradient.copy_(value)
-                self._averaged[gradient] = gradient._version
+        """Averages gradients of parameters that are not split, which torch does not reduce; a rank that has not used
+        one counts with zero. What was averaged before stays the same."""
+        trained = [each for each in self._scalars if each.requires_grad]
+        if not trained or self.world_size == 1:
+            return
+        sums = torch.zeros(len(trained), 2, dtype=torch.float64, device=self.runtime.device)
+        for mine, each in zip(sums, trained, strict=True):
+            if each.grad is not None:
+                mine[0], mine[1] = each.grad, 1
+        with self._group.activity.within("the gradients of scalar parameters", waits=True):
+            dist.all_reduce(sums)
+        for (total, users), each in zip(sums, trained, strict=True):
+            if each.grad is None and users > 0:
+                each.grad = torch.zeros_like(each)
+            if each.grad is not None:
+                each.grad.copy_(total / self.world_size)
 
     def begin_micro_batch(self, *about: Any) -> None:
         self.reshard()
@@ -412,12 +424,6 @@ class ShardedStrategy(Strategy):
         found = {name: slice_of(each) for name, each in named_parameters(modules).items()}
         return {name: everyone if each is None else each.holders for name, each in found.items()}
 
-    def equalize_buffers(self, modules: Modules) -> None:
-        if self.world_size > 1:
-            for module in modules.values():
-                for buffer in module.buffers():
-                    dist.broadcast(buffer, src=0)
-
 
 def _parameters_of_torch(model: FSDPModule) -> Iterator[Any]:
     """Yields what fully_shard keeps of each parameter: only there are gradients that are not exchanged yet."""
@@ -425,20 +431,6 @@ def _parameters_of_torch(model: FSDPModule) -> Iterator[Any]:
         if isinstance(module, FSDPModule):
             for group in param_groups(module._get_fsdp_state()):
                 yield from group.fsdp_params
-
-
-def _first(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:200]
-
-
-def _reshard_without_backward(module: nn.Module, inputs: Any, output: Any) -> None:
-    """Frees what torch keeps gathered until a backward pass, where none comes."""
-    if isinstance(module, FSDPModule):
-        learns = torch.is_grad_enabled() and any(
-            isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(output)
-        )
-        if not learns:
-            module.reshard()
 
 
 def _refuse_sparse(model: nn.Module) -> None:

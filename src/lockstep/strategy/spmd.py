@@ -19,7 +19,7 @@ from lockstep.runtime.moving import map_tensors
 from lockstep.runtime.xla import XlaRuntime
 from lockstep.strategy import mesh as meshing
 from lockstep.strategy.base import Strategy
-from lockstep.strategy.parameters import Modules, on_host, to_device
+from lockstep.strategy.parameters import Modules, to_device
 from lockstep.strategy.placing import Parallelize
 
 logger = logging.getLogger(__name__)
@@ -100,9 +100,6 @@ class SpmdStrategy(Strategy):
                 f"{self.world_size} hosts loaded {len(tensor)} examples each, but {len(sent)} are trained on"
             )
         return sent
-
-    def parameters_to_check(self, modules: Modules) -> dict[str, Tensor]:
-        return on_host(modules, self.runtime.to_host)
 
     def restored(self, modules: Modules, optimizers: Sequence[Optimizer]) -> None:
         """Restored state is whole on every device; state of a split parameter is marked like it."""

@@ -8,6 +8,7 @@ takes it from there, without an exchange between the two.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -24,7 +26,10 @@ from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
 from lockstep.strategy.mesh import MAIN, Ruled, axes_of, spec_text
+from lockstep.strategy.slices import local_part, slice_of
 
+# Norms of gradients that are the same but for rounding, relative to themselves and to the largest of a model.
+_APART, _NOISE = 1e-2, 1e-5
 _CAN = "rules on cpu and cuda split the weight of nn.Linear and nn.Embedding over one axis"
 
 
@@ -118,6 +123,26 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         module = model.get_submodule(name)
         module.register_forward_pre_hook(_entrance(axis, layer))
         module.register_forward_hook(_exit(layer))
+
+
+def check_gradients(model: nn.Module, plan: Plan, mesh: DeviceMesh, group: Group) -> None:
+    """Refuses a parameter between two layers with `activations: split`: a rank has the gradient of some features, where
+    it needs that of all. Other parameters have the same on all ranks along the axis that have the same part."""
+    axes = sorted({each.axis for each in plan.layers.values() if each.leaves_split})
+    named = {name: each for name, each in model.named_parameters() if axes and each.grad is not None}
+    norms = [local_part(each.grad).norm() for each in named.values()]  # type: ignore[arg-type]
+    if not axes or any(isinstance(each, FakeTensor) for each in norms):  # the latter in a plan
+        return
+    mine = dict(zip(named, map(float, norms), strict=True))
+    ranks: list[dict[str, float]] = group.gather(mine, "the norms of gradients")
+    for axis, (name, each) in itertools.product(axes, named.items()):
+        part, line = slice_of(each), mesh[axis].mesh.tolist()
+        alike = [ranks[rank].get(name, 0.0) for rank in line if part is None or rank in part.holders]
+        if max(alike) - min(alike) > max(_APART * max(alike), _NOISE * max(mine.values())):
+            raise ConfigError(
+                f"strategy.shard: {name!r} lies between layers with activations: split, where a rank has some of the "
+                "features: it would learn from those alone. Leave activations: split out of the rules for these layers"
+            )
 
 
 def part_of(value: Tensor, split: Split, mesh: DeviceMesh) -> Tensor:

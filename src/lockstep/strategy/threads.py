@@ -26,7 +26,7 @@ from lockstep.runtime.moving import moved, tensors_of
 from lockstep.runtime.xla import XlaRuntime
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.collectives import cannot_gather
-from lockstep.strategy.parameters import Modules, Parameters, on_host, to_device
+from lockstep.strategy.parameters import Modules, Parameters, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -157,9 +157,6 @@ class ThreadsStrategy(Strategy):
         self.runtime.end_of_program(self._devices[0])
         for replicas in self._placed:
             self._hand_out(replicas, [each.detach() for each in replicas[0].parameters()], "parameters")
-
-    def parameters_to_check(self, modules: Modules) -> dict[str, Tensor]:
-        return on_host(modules, self.runtime.to_host)
 
     def equalize_buffers(self, modules: Modules) -> None:
         for replicas in self._placed:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.distributed.group import Group
-from lockstep.runtime.base import Runtime
+from lockstep.runtime.base import Runtime, in_buckets, meeting_place
 from lockstep.strategy.parameters import Parameters
 
 Node = dict[Hashable, Tensor]
@@ -171,19 +171,7 @@ class _Background:
 
 def buckets(wanted: Sequence[tuple[Hashable, Any]]) -> list[Bucket]:
     """Groups tensors of one dtype and device, each group of a limited size."""
-    found: list[Bucket] = []
-    sizes: list[int] = []
-    open_ones: dict[tuple[torch.dtype, torch.device], int] = {}
-    for key, tensor in wanted:
-        kind = (tensor.dtype, tensor.device)
-        at = open_ones.get(kind)
-        if at is None or sizes[at] + tensor.nbytes > _BUCKET_BYTES:
-            at = open_ones[kind] = len(found)
-            found.append([])
-            sizes.append(0)
-        found[at].append((key, tensor))
-        sizes[at] += tensor.nbytes
-    return found
+    return in_buckets(wanted, lambda each: each[1].nbytes, _BUCKET_BYTES, lambda each: (each[1].dtype, each[1].device))
 
 
 def flat_views(bucket: Bucket, world_size: int) -> tuple[Tensor, Node]:
@@ -221,14 +209,10 @@ def add_over_ranks(flat: Tensor, rank: int, world_size: int, group: Any = None) 
 
 def _swapped(mine: Tensor, length: int, partner: int, group: Any) -> Tensor:
     """Sends a tensor to another rank, and returns what that rank sends. Gloo sends from the host alone."""
-    here = mine.to(device_between(mine.device))
+    here = mine.to(meeting_place(mine.device))
     theirs = torch.empty(length, dtype=mine.dtype, device=here.device)
     sent = dist.P2POp(dist.isend, here, partner, group)
     received = dist.P2POp(dist.irecv, theirs, partner, group)
     for work in dist.batch_isend_irecv([sent, received]):
         work.wait()
     return theirs.to(mine.device)
-
-
-def device_between(device: torch.device) -> torch.device:
-    return torch.device("cpu") if dist.get_backend() == "gloo" else device

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError
+from lockstep.runtime.base import in_buckets, meeting_place
 from lockstep.strategy.combined import parts_of
 from lockstep.strategy.slices import Box, boxes_of, local_part
 
@@ -100,7 +101,7 @@ def whole_state(optimizer: Optimizer, group: Group) -> dict[str, Any]:
         return found
     device = next(iter(_parameters(optimizer))).device
     mine: list[Tensor] = []
-    told = _described({str(number): each for number, each in found["state"].items() if number in shared}, mine)
+    told = _described({number: each for number, each in found["state"].items() if number in shared}, mine)
     for rank, theirs in enumerate(group.gather(told, "the state of the optimizer")):
         waiting = iter(mine)
 
@@ -112,31 +113,29 @@ def whole_state(optimizer: Optimizer, group: Group) -> dict[str, Any]:
             return tensor if is_mine else sent
 
         with group.activity.within("the state of the optimizer", waits=True):
-            found["state"].update({int(number): each for number, each in _rebuilt(theirs, received).items()})
+            found["state"].update(_rebuilt(theirs, received))
     return found
 
 
 def _described(value: Any, tensors: list[Tensor]) -> Any:
     """Returns plain data in which each tensor is its shape and dtype, and collects the tensors."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-    if isinstance(value, dict):
-        return {"items": {key: _described(each, tensors) for key, each in value.items()}}
-    if isinstance(value, (list, tuple)):
-        return {"list": [_described(each, tensors) for each in value]}
+    match value:
+        case Tensor():
+            tensors.append(value)
+            return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+        case dict():
+            return {"dict": [_described(each, tensors) for each in value.items()]}
+        case list() | tuple():
+            return {"tuple" if isinstance(value, tuple) else "list": [_described(each, tensors) for each in value]}
     return {"value": value}
 
 
 def _rebuilt(told: Any, received: Callable[[list[int], str], Tensor]) -> Any:
-    match told:
-        case {"shape": shape, "dtype": dtype}:
-            return received(shape, dtype)
-        case {"items": items}:
-            return {key: _rebuilt(each, received) for key, each in items.items()}
-        case {"list": values}:
-            return [_rebuilt(each, received) for each in values]
-    return told["value"]
+    if "shape" in told:
+        return received(told["shape"], told["dtype"])
+    ((kind, value),) = told.items()
+    made = {"dict": dict, "tuple": tuple, "list": list}.get(kind)
+    return value if made is None else made(_rebuilt(each, received) for each in value)
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -150,13 +149,14 @@ class Matrices:
     """
 
     def __init__(self, parameters: Sequence[Tensor], dtype: torch.dtype, round_bytes: float) -> None:
-        self._dtype, self._round_bytes = dtype, round_bytes
+        self._dtype = dtype
         several = dist.is_initialized() and dist.get_world_size() > 1
         self.rank, self._size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
         self._shapes = [tuple(each.shape) for each in parameters]
         self._boxes = [boxes_of(each, self._size) for each in parameters]
         self.owners = self._assign()
-        self.rounds = list(self._cut())
+        # The numbers of the matrices that are exchanged at once, so that memory stays small.
+        self.rounds = in_buckets(self._by_cost(), self._most_received, round_bytes)
 
     def _assign(self) -> list[int]:
         """Gives the most costly matrix that is left to the rank with the least to do."""
@@ -172,18 +172,8 @@ class Matrices:
     def _cost(self, number: int) -> float:
         return float(math.prod(self._shapes[number]) * min(self._shapes[number], default=1))
 
-    def _cut(self) -> Iterator[list[int]]:
-        """Yields the numbers of the matrices that are exchanged at once, so that memory stays small."""
-        begun, size = list[int](), 0
-        for number in self._by_cost():
-            received = self._dtype.itemsize * max(math.prod(length) for _, length in self._boxes[number])
-            if begun and size + received > self._round_bytes:
-                yield begun
-                begun, size = [], 0
-            begun.append(number)
-            size += received
-        if begun:
-            yield begun
+    def _most_received(self, number: int) -> int:
+        return self._dtype.itemsize * max(math.prod(length) for _, length in self._boxes[number])
 
     def _senders(self, number: int) -> list[int]:
         """Returns the ranks whose parts make the whole matrix: of those with the same part one, its owner if it can."""
@@ -234,7 +224,7 @@ class Matrices:
 
         sent = [each for each in routes if each[0] == self.rank and size(*each)]
         received = [each for each in routes if each[1] == self.rank and size(*each)]
-        device = torch.device("cpu") if dist.get_backend() == "gloo" else torch.device("cuda")
+        device = meeting_place(torch.device("cuda"))
         flat = [leaving[(target if to_each else source, number)].reshape(-1) for source, target, number in sent]
         out = (torch.cat(flat) if flat else torch.empty(0, dtype=self._dtype)).to(device).view(torch.uint8)
         into = torch.empty(sum(size(*each) for each in received), dtype=torch.uint8, device=device)

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lockstep.config.strategy import Strategy as StrategySettings
+from lockstep.runtime.base import in_buckets
 from lockstep.runtime.xla import XlaRuntime
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.collectives import cannot_gather
-from lockstep.strategy.parameters import Modules, Parameters, gradients_of, on_host, to_device
+from lockstep.strategy.parameters import Parameters, gradients_of
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +46,8 @@ class XlaDdpStrategy(Strategy):
         return {"mesh": init_device_mesh("cpu", tuple(self._shape.values()), mesh_dim_names=tuple(self._shape))}
 
     def place(self, model: nn.Module) -> nn.Module:
-        model = to_device(model, self.runtime.device)
-        with torch.no_grad():
-            self.runtime.broadcast([*model.parameters(), *model.buffers()])
+        model = super().place(model)
+        self.runtime.broadcast([*model.parameters(), *model.buffers()])
         if self._xla.spans_processes:
             logger.info("gradients are reduced in the graph, over %d processes", self.world_size)
         else:
@@ -56,9 +56,6 @@ class XlaDdpStrategy(Strategy):
                 self._xla.family,
             )
         return model
-
-    def parameters_to_check(self, modules: Modules) -> dict[str, Tensor]:
-        return on_host(modules, self.runtime.to_host)
 
     def total_count(self, counts: Sequence[Tensor | float]) -> Tensor:
         total = super().total_count(counts)
@@ -75,7 +72,7 @@ class XlaDdpStrategy(Strategy):
 
             xm.all_reduce(xm.REDUCE_SUM, gradients, scale=1.0 / self.world_size)
             return counts
-        buckets = in_buckets(gradients, self._bucket_bytes)
+        buckets = in_buckets(gradients, lambda each: each.nbytes, self._bucket_bytes, lambda each: each.dtype)
         # Joined on the device, so that one program computes all of it and a few long copies bring it here.
         joined = [torch.cat([each.reshape(-1) for each in bucket]) for bucket in buckets]
         on_host = self.runtime.to_host(joined)
@@ -86,20 +83,3 @@ class XlaDdpStrategy(Strategy):
             for gradient, part in zip(bucket, torch.split(back, [each.numel() for each in bucket]), strict=True):
                 gradient.copy_(part.view_as(gradient))
         return counts
-
-    def equalize_buffers(self, modules: Modules) -> None:
-        self.runtime.broadcast([buffer for module in modules.values() for buffer in module.buffers()])
-
-
-def in_buckets(gradients: list[Tensor], limit: int) -> list[list[Tensor]]:
-    """Groups gradients of one type, up to so many bytes at once, in the order in which they come."""
-    buckets: list[list[Tensor]] = []
-    sizes: list[int] = []
-    for gradient in gradients:
-        size = gradient.numel() * gradient.element_size()
-        if not buckets or buckets[-1][0].dtype != gradient.dtype or sizes[-1] + size > limit:
-            buckets.append([])
-            sizes.append(0)
-        buckets[-1].append(gradient)
-        sizes[-1] += size
-    return buckets

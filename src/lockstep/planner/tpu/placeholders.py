@@ -25,7 +25,6 @@ from lockstep.runtime.xla import XlaRuntime
 from lockstep.strategy import mesh as meshing
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.parameters import Parameters
-from lockstep.strategy.single import SingleStrategy
 from lockstep.strategy.spmd import SpmdStrategy
 from lockstep.strategy.xla_ddp import XlaDdpStrategy
 from lockstep.tasks.loop import step_of
@@ -187,10 +186,6 @@ class PlaceholderDdp(_PlaceholderStrategy, XlaDdpStrategy):
     pass
 
 
-class PlaceholderSingle(_PlaceholderStrategy, SingleStrategy):
-    pass
-
-
 @contextlib.contextmanager
 def world(size: int, register: Register) -> Iterator[FakeGroup]:
     really = strategies.create
@@ -200,13 +195,13 @@ def world(size: int, register: Register) -> Iterator[FakeGroup]:
     ) -> Strategy:
         assert isinstance(runtime, XlaRuntime)
         check_strategy(settings, runtime.name, group.world_size)
-        made: PlaceholderSpmd | PlaceholderDdp | PlaceholderSingle
+        made: _PlaceholderStrategy
         if settings.has_mesh:
             made = PlaceholderSpmd(runtime, settings, group.world_size)
         elif group.world_size > 1:
             made = PlaceholderDdp(runtime, settings, group.world_size)
         else:
-            made = PlaceholderSingle(runtime)
+            made = _PlaceholderStrategy(runtime)
         made.register = register
         return made
 
