@@ -83,9 +83,9 @@ configs = st.dictionaries(
 
 @contextmanager
 def in_time() -> Iterator[None]:
-    began = time.monotonic()
+    began = time.process_time()  # another program may keep the cores busy
     yield
-    assert time.monotonic() - began < LIMIT
+    assert time.process_time() - began < LIMIT
 
 
 @contextmanager
