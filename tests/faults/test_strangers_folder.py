@@ -107,6 +107,30 @@ def test_a_mark_of_a_bucket_counts_at_its_own_place_alone(run: Path, home: Path)
     assert CliRunner().invoke(main, ["report", str(run)]).exit_code == 0
 
 
+@pytest.mark.parametrize("name", ["best.yaml", "sweep.json", "sweep.yaml", "trial-00000", "trial-00000/config.yaml",
+                                  "trial-00000/summary.json"])  # fmt: skip
+def test_a_sweep_is_shown_without_following_a_link(run: Path, home: Path, name: str) -> None:
+    folder = run.parent / "sweep"
+    folder.mkdir()
+    run.rename(folder / "trial-00000")
+    (folder / "sweep.yaml").write_text("space: {seed: [1, 2]}\n")
+    trial = {"number": 0, "values": {"seed": 1}, "status": "completed", "epoch": 1, "metric": 0.5}
+    (folder / "sweep.json").write_text(json.dumps([trial, {**trial, "number": 1, "metric": 10**400, "epoch": "x"}]))
+    if name == "trial-00000":
+        (folder / name).rename(run.parent / "elsewhere")
+        (folder / name).symlink_to(run.parent / "elsewhere")
+    else:
+        plant(folder, name, home)
+    told = CliRunner().invoke(main, ["sweep", str(folder)])
+    assert told.exception is None or isinstance(told.exception, SystemExit), told.output
+    if name in ("best.yaml", "trial-00000/summary.json"):
+        assert told.exit_code == 0 and "best: trial 0, val/loss " in told.output, told.output
+        assert (folder / "best.yaml").read_text().startswith("# What this run was started")
+    else:
+        assert told.exit_code == 2 and not (folder / "best.yaml").exists()
+        assert "a link" in told.output or "it holds no sweep.yaml" in told.output, told.output
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="giving a file to another user needs root")
 def test_who_runs_the_code_that_another_user_chose_is_told_once(run: Path) -> None:
     config = run / "config.yaml"

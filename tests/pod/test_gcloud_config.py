@@ -128,6 +128,11 @@ def test_bad_input_is_refused_with_its_place_and_the_remedy(tmp_path: Path, pod:
     assert str(tmp_path / "config.yaml") in text
 
 
+def test_a_variable_that_only_sounds_like_a_secret_is_taken() -> None:
+    env = {"TOKENIZERS_PARALLELISM": "false", "MAX_TOKENS": "5"}
+    assert Pod.model_validate({"container": {**IMAGE, "env": env}}).container.env == env  # type: ignore[union-attr]
+
+
 @settings_of_hypothesis(max_examples=200, deadline=None)
 @given(st.text(max_size=300))
 def test_whatever_is_taken_is_one_plain_argument(text: str) -> None:

@@ -130,7 +130,12 @@ def times(end: dict[str, Any]) -> dict[str, Any]:
 def test_a_launch_that_only_evaluates_leaves_the_summary_of_the_training_alone(tmp_path: Path, restores: bool) -> None:
     run = tmp_path / "run"
     launch(bodies.own_loop, processes=1, folder=run)
-    trained = {**summary(run), "metrics": {"val/error": 0.25}, "best": {"step": 5}, "status": "preempted"}
+    trained = {
+        **summary(run),
+        "metrics": {"val/error": 0.25},
+        "best": {"step": 5, "mode": "min"},
+        "status": "preempted",
+    }
     (run / "summary.json").write_text(json.dumps(trained))
     ((step, measured),) = launch(partial(bodies.only_evaluates, restores=restores), processes=1, folder=run)
     assert (step, measured["error"] > 0) == (10 if restores else 0, True)
@@ -228,7 +233,7 @@ def test_the_summary_of_an_own_loop_has_its_metrics_and_its_best(tmp_path: Path)
     launch(bodies.loop_with_values, processes=2, folder=tmp_path / "run", log={"every": "1 step"})
     end = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert end["metrics"]["error"] == 2.0 and end["metrics"]["loss"] > 0 and "lr" not in end["metrics"]
-    assert end["best"] == {"value": 1.0, "step": 2}
+    assert end["best"] == {"value": 1.0, "step": 2, "mode": "min"}
     assert (end["epoch"], end["step"]) == (2, 4)
     # Back to the best, which is the older one: what is newer is set aside before anything is saved.
     assert launch(bodies.goes_back, processes=2, folder=tmp_path / "run") == [[2, 1], [2, 1]]

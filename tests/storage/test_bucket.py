@@ -334,6 +334,9 @@ def test_urls_that_cannot_be(text: str, message: str) -> None:
 
 def test_what_is_a_url() -> None:
     assert place("runs", "--out") == Path("runs") and place("a:/b", "--out") == Path("a:/b")
+    assert place("~/runs", "--out") == Path.home() / "runs"
+    with pytest.raises(ConfigError, match=r"--out ~nobody-here: there is no home folder of that user on this machine"):
+        place("~nobody-here", "--out")
     assert str(place("gcs://bucket/a/", "--out")) == "gs://bucket/a"
     with pytest.raises(ConfigError, match="a Path cannot hold a URL"):
         place(Path("s3://bucket/runs"), "out:")

@@ -51,6 +51,10 @@ class Slow(Memory):
     delay = 60.0
 
 
+class Unsaid(Memory):
+    delay = None
+
+
 class Faulty(Memory):
     """Raises, or hangs for ever, in one of its methods."""
 

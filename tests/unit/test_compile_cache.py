@@ -64,6 +64,22 @@ def test_a_file_in_the_way_is_told(home: Path) -> None:
         keep_compiled_code(str(home / "file" / "below"))
 
 
+def test_the_home_of_a_user_who_is_not_there_is_refused_and_a_process_without_a_home_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError, match=r"train\.compile\.cache: ~nobody-at-all/x: there is no home folder"):
+        keep_compiled_code("~nobody-at-all/x")
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setattr(Path, "home", no_home)
+    caplog.set_level("INFO")
+    keep_compiled_code(None)
+    assert "compiled code is not kept: Could not determine home directory." in caplog.text
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 def test_a_folder_of_another_user_is_refused(home: Path) -> None:
     theirs = home / "theirs"

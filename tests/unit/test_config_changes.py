@@ -84,6 +84,10 @@ def test_every_path_that_differs_is_found(before: dict[str, Any], after: dict[st
         ({"optimizer": None}, "optimizer.type"),
         ({"scheduler": None}, "scheduler.type"),
         ({"early_stop": {"criteria": [{"metric": "val/accuracy"}]}}, "early_stop.criteria[0].metric"),
+        (
+            {"early_stop": {"criteria": [{"metric": "val/loss"}, {"metric": "val/f1"}]}},
+            "early_stop.criteria[1].metric: None -> 'val/f1' (the best values so far",
+        ),
     ],
 )
 def test_a_resume_refuses_what_the_checkpoint_depends_on(values: dict[str, Any], path: str) -> None:
@@ -106,6 +110,7 @@ def test_a_resume_refuses_what_the_checkpoint_depends_on(values: dict[str, Any],
         {"validate": {"every": "10 steps", "on": "rank0"}},
         {"checkpoint": {"every": None, "keep": {"last": 5}}},
         {"early_stop": {"criteria": [{"metric": "val/loss"}], "patience": 9, "combine": "all"}},
+        {"early_stop": None},
         {"launch": {"port": 4000, "max_restarts": 3}, "timeouts": {"collective": 5}},
         {"log": {"every": "1 step", "tensorboard": True}},
         {"name": "other"},

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.config.load import check_strategy, from_plain, load, uneven_shares, with_overrides
+from lockstep.config.load import check_strategy, from_plain, load, uneven_shares, with_values
 from lockstep.config.schema import After, RunConfig, Train
 from lockstep.config.strategy import Strategy
 from lockstep.config.values import Interval
@@ -139,6 +139,15 @@ def test_where_no_name_is_near_all_valid_ones_are_listed(problems: Problems) -> 
         ("train: {compile: block}", "train.compile: must be true, false, blocks, or a mapping"),
         ("train: {compile: {mod: x}}", "train.compile.mod: unknown key, did you mean mode?"),
         ('"(": 1 step', "(: unknown key, valid are"),
+        (
+            "optimizer: {type: AdamW, groups: [{match: a, map: {1.5: x}}]}",
+            "optimizer.groups[0]: map: the keys of a mapping are text, got 1.5: quote it",
+        ),
+        (
+            "log: {mine: {type: a:B, since: !!timestamp 2026-01-01}}",
+            "log.mine: since: must be plain data (text, numbers, lists, mappings), got a date",
+        ),
+        ("init_from: ~nobody-here/x", "init_from: there is no home folder of that user on this machine, got"),
         ("after: {do: evaluate, run: a, step: 1}", "after: unknown key"),
         ("train: {compile: {mode: fast}}", "train.compile.mode: must be one of default, reduce-overhead, max-autotune"),
         ("train: {ema: 1.5}", "train.ema: input should be less than 1, got 1.5"),
@@ -376,6 +385,7 @@ def test_a_task_file_that_is_not_python_is_told_with_its_line(problems: Problems
         "class Other: pass\nMine = Other\n",
         "class Other: pass\nMine: type = Other\n",
         "def Mine(): pass\nclass Other: pass\n",
+        "# -*- coding: latin-1 -*-\nclass Other: pass\n'\xe9'; Mine = Other\n",
         "class Other: pass\ntry:\n    import fast\n    class Mine: pass\nexcept ImportError:\n    class Mine: pass\n",
         "class Other: pass\nif True:\n    class Mine: pass\n",
         "class Other: pass\nfrom elsewhere import *\n",
@@ -383,8 +393,17 @@ def test_a_task_file_that_is_not_python_is_told_with_its_line(problems: Problems
     ],
 )
 def test_a_class_may_come_into_its_file_in_any_way_that_python_knows(loaded: Load, tmp_path: Path, source: str) -> None:
-    (tmp_path / "ways.py").write_text(source)
+    (tmp_path / "ways.py").write_text(source, encoding="latin-1")
     assert loaded("task: ways.py:Mine\n").task.type == f"{tmp_path}/ways.py:Mine"
+
+
+def test_a_class_may_have_a_name_of_other_letters_and_its_file_may_be_in_the_home_folder(
+    loaded: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "ways.py").write_text("class Other: pass\nModel\xe9 = Other\n")
+    assert loaded("task: ~/ways.py:Model\xe9\n").task.type == f"{tmp_path}/home/ways.py:Model\xe9"
 
 
 def test_loading_does_not_import_the_task(loaded: Load, tmp_path: Path) -> None:
@@ -456,6 +475,7 @@ FULL = "task:\n  type: task.py:Mine\ntrain:\n  batch_size: 8\n"
         ("task.type=no_such_package:Mine", "task: there is no module 'no_such_package'"),
         ("train.batch_size.more=3", "train.batch_size is 8, which has no keys below"),
         ("train.batch_size", "write key.path=value, for example --set train.batch_size=64"),
+        ("train.batch_size=", "there is no value: write null for none, or '' for an empty text"),
         ("=3", "write key.path=value"),
         ("train..epochs=3", "write key.path=value"),
         ("train.epochs={", "not valid YAML"),
@@ -535,6 +555,6 @@ def test_work_on_a_trained_model_travels_with_the_config_and_cannot_be_overridde
     after = After(do="predict", run="runs/a", step=3, out="x.jsonl")
     config = RunConfig.model_validate({"task": "pkg.mod:Task"}).with_after(after)
     assert from_plain(config.plain(), "config").after == after
-    assert with_overrides(config, ["seed=1"]).after == after
+    assert with_values(config, {}, ["seed=1"]).after == after
     with pytest.raises(ConfigError, match="after: unknown key"):
-        with_overrides(config, ["after.step=4"])
+        with_values(config, {}, ["after.step=4"])

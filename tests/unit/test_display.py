@@ -171,7 +171,7 @@ def test_a_validation_that_is_better_than_all_before_is_marked(tmp_path: Path) -
     assert not lines[-1].endswith("new best")
     first.close("preempted")
     again = metric_writer()
-    again.forget_after(1, 1, rows=3)
+    again.forget_after(1, rows=3)
     assert write(again, 0.6, 0.8) == [False, True]
     again.close("completed")
     assert all("new best" not in row for row in read_rows(tmp_path / "metrics.jsonl"))

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -244,6 +245,25 @@ def test_a_record_of_another_kind_is_left_out(hostile: Callable[[], Path], tmp_p
     looks(folder, tmp_path)
 
 
+FAR = 10**400
+
+
+def test_numbers_that_nothing_can_be_computed_with_are_left_out(hostile: Callable[[], Path], tmp_path: Path) -> None:
+    folder = hostile()
+    run = folder.parents[1]
+    largest = sys.float_info.max
+    lines(run / "timeline.jsonl", *({"at": at, "kind": "train", "step": FAR} for at in (-largest, 1.0, largest)))
+    lines(run / "metrics.jsonl", {"step": FAR, "loss": 1.0}, {"step": 3, "loss": largest}, {"step": 4, "loss": FAR})
+    (run / "summary.json").write_text(json.dumps({"status": "running", "step": FAR, "seconds": largest, "epoch": FAR,
+                                                  "best": {"value": FAR, "metric": [[]], "step": FAR}}))  # fmt: skip
+    (run / "live.json").write_text(json.dumps({"at": time.time(), "ranks": [{"rank": 0, "step": FAR}], "step": FAR,
+                                               "total_steps": FAR, "latest": eval("[" * 90 + "]" * 90)}))  # fmt: skip
+    looks(folder, tmp_path)
+    assert "Infinity" not in report_page([read_run(run)])
+    told = CliRunner().invoke(main, ["watch", str(run), "--once", "--json"])
+    assert told.exit_code == 0 and json.loads(told.output)["live"]["step"] == 0
+
+
 # What serve and report show
 
 
@@ -291,7 +311,7 @@ def test_a_line_without_an_end_costs_no_memory(made: Path, tmp_path: Path) -> No
     tracemalloc.start()
     try:
         runs = RunsFolder(run.parent)
-        assert [each["step"] for each in (runs.read("gift").rows[-1], read_run(run).rows[-1])] == [12, 12]
+        assert [runs.read("gift").step, read_run(run).step] == [12, 12]
         assert tracemalloc.get_traced_memory()[1] < 100_000_000
     finally:
         tracemalloc.stop()

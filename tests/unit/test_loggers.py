@@ -214,6 +214,7 @@ def test_a_damaged_note_of_a_logger_is_as_none(new_run: Runs, tmp_path: Path, te
         ("own_loggers:Misspelt", r"does not define finish\(self, status\)"),
         ("own_loggers:Memry", "did you mean Memory"),
         ("no_such_module:Memory", "there is no module 'no_such_module'"),
+        ("own_loggers:Unsaid", "its delay must be a number of seconds, got None"),
     ],
 )
 def test_a_logger_that_is_none_is_refused(new_run: Runs, type: str, expected: str) -> None:

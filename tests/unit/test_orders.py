@@ -419,8 +419,9 @@ def test_a_part_takes_the_weights_of_its_examples(tmp_path: Path) -> None:
     assert part.whole(order.at(0, np.arange(20))).max() < 20
     by_task = order_of(task, config_of(ODD, {"order": "weighted"}), part)
     assert all(index % 2 for index in part.whole(by_task.at(0, np.arange(20))))
-    with pytest.raises(ConfigError, match=r"data\.order\.weights: .*nothing\.npy cannot be read"):
-        order_of(task, config_of(ODD, {"order": {"type": "weighted", "weights": "nothing.npy"}}), part)
+    for file in ("nothing.npy", "~nobody-here/nothing.npy"):
+        with pytest.raises(ConfigError, match=rf"data\.order\.weights: {file} cannot be read"):
+            order_of(task, config_of(ODD, {"order": {"type": "weighted", "weights": file}}), part)
 
 
 @pytest.mark.parametrize("data", [{"order": {"type": "weighted", "count": 12}}, {"order": "buckets"}])

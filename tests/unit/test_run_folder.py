@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -105,9 +106,12 @@ def test_the_code_of_a_run_is_kept_without_its_secrets(tmp_path: Path) -> None:
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *command], check=True)
     secret = 'api_key = "abc123abc"\nwandb_token: xyz\nurl = "https://me:pass@host/x"\npad_token = "<pad>"\n'
-    (code / "task.py").write_text(f"lr = 2\n{secret}")
+    dna = 3 * "acgt" * 2**16 + "\n"  # in one word, which is searched in no time
+    (code / "task.py").write_text(f"lr = 2\n{secret}{dna}")
     told: list[str] = []
+    began = time.process_time()
     keep_code(run, code, {"task.py": "1"}, told.append)
+    assert time.process_time() - began < 5
     kept = json.loads((run / "code" / "1" / "code.json").read_text())
     assert len(kept["commit"]) == 40 and kept["uncommitted_changes"] and not told
     for text in (file.read_text() for file in (run / "code" / "1").iterdir()):

@@ -157,7 +157,8 @@ def test_a_folder_that_is_damaged_or_half_written_is_read_as_far_as_it_goes(tmp_
     lines(run / "lags.jsonl", '{"at": 1, "busy": []}', '{"at": 1, "busy": ["x", null]}')
     (run / "checkpoints" / "step-00000005").mkdir(parents=True)
     found = read_run(run)
-    assert len(found.rows) == 11 and not found.timeline and found.checkpoints[0].problem
+    assert list(found.curves["train/loss"].steps) == [*range(1, 11)] and found.step == 11
+    assert not found.timeline and found.checkpoints[0].problem
     assert "train/loss was not a finite number at step 11" in [each.text for each in findings(found)]
     page = report_page([found])
     assert "<b>&amp;" not in page.replace("&lt;b&gt;", "") and "\\u003cb>" in page
@@ -211,3 +212,5 @@ def test_several_runs_share_the_size_of_a_page(tmp_path: Path) -> None:
     assert data["charts"][0] == {"title": "loss", "names": ["train/epoch_loss", "train/loss", "val/loss"]}
     assert data["runs"][0]["timeline"]["spans"][0][1] == BEGAN
     assert len(rows(5000)) == 5050
+    few = read_run(completed(tmp_path / "few", count=1))
+    assert len(page_data([few] * 1501)["runs"]) == 1501

@@ -113,7 +113,7 @@ def test_the_runs_of_a_folder_with_how_they_went(runs: Path) -> None:
     assert found["slow"]["step"] == slow["step"] == 14
     assert (found["slow"]["best"], found["slow"]["metric"]) == (slow["best"]["value"], "val/loss")
     assert found["slow"]["seconds"] == slow["seconds"]
-    assert found["broken"]["reason"]
+    assert found["broken"]["reason"] and found["slow"]["metrics"]["val/loss"] == slow["metrics"]["val/loss"]
     shown = lockstep("runs").stdout
     head, *lines = shown.splitlines()
     assert head.split()[:3] == ["run", "status", "epoch"]
@@ -157,6 +157,8 @@ def test_the_trials_of_a_sweep_are_runs_too(runs: Path) -> None:
     (sweep / "sweep.yaml").write_text("space: {}\n")
     shutil.move(run(runs, "slow"), sweep / "trial-00000")
     assert f"{sweep.name}/trial-00000" in listed()
+    shutil.rmtree(sweep / "trial-00000")
+    assert "no trial of this sweep has begun yet" in lockstep("report", sweep).stderr
 
 
 def test_what_others_wrote_is_shown_as_text(runs: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ def get(server: Server, path: str, **headers: str) -> tuple[int, str, dict[str, 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     folder = tmp_path / "runs"
+    completed(folder / os.fsdecode(b"a\xffname"), count=5)
     completed(folder / "first", count=20)
     failed(folder / "<i>second")
     completed(folder / "sweep" / "trial-1", count=10)
@@ -57,7 +59,10 @@ def test_a_list_of_runs_and_the_data_of_some(root: Path) -> None:
     with serving(root) as server:
         status, text, headers = get(server, "/runs.json")
         found = {each["name"]: each for each in json.loads(text)["list"]}
-        assert status == 200 and set(found) == {"first", "<i>second", "sweep/trial-1"}
+        assert status == 200 and set(found) == {"first", "<i>second", "sweep/trial-1", "a\\xffname"}
+        assert found["first"]["metrics"] == "val/loss 0.1"
+        status, text, _ = get(server, "/data.json?run=" + quote("a\\xffname"))
+        assert status == 200 and json.loads(text)["runs"][0]["verdict"]["text"].startswith("completed")
         assert found["<i>second"]["status"] == "failed" and found["first"]["step"] == 20
         assert headers["Cache-Control"] == "no-store" and "Access-Control-Allow-Origin" not in headers
         status, text, _ = get(server, f"/data.json?run=first&run={quote('<i>second')}&run=sweep/trial-1")
@@ -107,16 +112,20 @@ def test_off_loopback_a_token_is_asked_for(root: Path) -> None:
 
 def test_a_run_that_grows_is_followed_and_one_that_is_written_anew_is_read_anew(root: Path) -> None:
     runs, file = RunsFolder(root), root / "first" / "metrics.jsonl"
-    assert len(runs.read("first").rows) == 20
+
+    def steps() -> list[float]:
+        return list(runs.read("first").curves["train/loss"].steps)
+
+    assert steps() == [*range(1, 21)]
     with file.open("a", encoding="utf-8") as stream:
         stream.write('{"step": 21, "train/loss": 1.0}\n{"step": 22, "tra')
-    assert runs.read("first").rows[-1]["step"] == 21
+    assert steps()[-1] == 21
     with file.open("a", encoding="utf-8") as stream:
         stream.write('in/loss": 2.0}\n')
-    assert runs.read("first").rows[-1] == {"step": 22, "train/loss": 2.0}
+    assert steps()[-1] == 22 and runs.read("first").curves["train/loss"].values[-1] == 2.0
     lines(file.with_suffix(".new"), *rows(5))
     file.with_suffix(".new").replace(file)
-    assert [row["step"] for row in runs.read("first").rows] == [1, 2, 3, 4, 5]
+    assert steps() == [1, 2, 3, 4, 5]
 
 
 def test_the_folder_of_one_run_is_shown_too(root: Path) -> None:

@@ -227,6 +227,25 @@ def test_a_beat_keeps_no_tensor_of_the_training_thread(monkeypatch: pytest.Monke
         gc.enable()
 
 
+def test_a_rank_that_comes_to_another_block_of_a_split_model_makes_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow backward pass of many blocks was ended: beats of one moment find ranks in different blocks."""
+    monkeypatch.setattr(heartbeats, "_INTERVAL", -1.0)
+    activity, blocks, still = Activity(), [2, 1, 1, 0], list[float]()
+    activity.locate = lambda stacks: (f"the gradients of blocks.{blocks.pop(0)}", True)
+    beating = Heartbeat(None, Topology(), activity, Limits(600, 600))
+    activity._now = (*activity._now[:5], time.monotonic() - 50.0, 0.0)
+
+    def beats() -> None:
+        for _ in range(4):
+            still.append(beating._now().still)
+            time.sleep(0.15)
+
+    other = threading.Thread(target=beats)
+    other.start()
+    other.join()
+    assert still[0] >= 50.0 and still[1] == 0.0 and 0.1 <= still[2] < 1.0 and still[3] == 0.0
+
+
 def test_a_beat_survives_its_way_through_the_store() -> None:
     beat = seen(0, "loss", 3.0, where="train.py:1").beat
     assert beat is not None and Beat.decode(beat.encode()) == beat

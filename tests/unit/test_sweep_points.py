@@ -82,6 +82,14 @@ def test_grids_of_the_command_line_are_added_to_a_file(tmp_path: Path) -> None:
         load_sweep(None, config, {"seed": [1, "x"]})
 
 
+@pytest.mark.parametrize("kind", ["grid", "choice", "uniform", "loguniform", "randint"])
+def test_an_axis_without_values_is_refused(kind: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"space\.seed: give one of grid, choice, uniform, loguniform, randint, got none"
+    ):
+        validate(Sweep, {"space": {"seed": {kind: None}}}, {}, "sweep.yaml")
+
+
 @pytest.mark.parametrize(
     ("visible", "processes", "at_once", "rooms"),
     [

@@ -18,8 +18,8 @@ from lockstep.distributed.watch.heartbeat import Heartbeat
 from lockstep.distributed.watch.stall import Limits, Seen
 from lockstep.engine.compile_guard import Phases
 from lockstep.record import timeline as chronicles
-from lockstep.record.timeline import Timeline, newest_row
-from lockstep.runs.records import read_lags, read_live, read_timeline, typical_lags
+from lockstep.record.timeline import Timeline
+from lockstep.runs.records import newest_row, read_lags, read_live, read_timeline, typical_lags
 
 
 def beat(step: int, busy: float | None = None, **more: Any) -> Beat:
@@ -43,14 +43,13 @@ def test_entries_are_lines_in_their_order_and_phases_have_an_end(tmp_path: Path)
 
 
 def test_where_ranks_are_is_replaced_at_most_once_a_second(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 9, "loss": 0.5}\n{"step": 10, "lo', encoding="utf-8")
     timeline = Timeline(tmp_path)
     for step in range(5, 50):
         timeline.show([Seen(0, beat(step, 0.02), 1.0), Seen(1, beat(4, 0.05), 0.0), Seen(2, None, 3.0)])
     timeline.close()
     live = read_live(tmp_path)
-    assert live is not None and (live.step, live.total_steps, live.world_size) == (5, 100, 3)
-    assert live.latest == {"step": 9, "loss": 0.5} and live.age() < 60
+    assert live is not None and (live.step, live.total_steps, len(live.ranks)) == (5, 100, 3)
+    assert live.age() < 60
     first, second, third = live.ranks
     assert (first.doing, first.host, first.memory, first.where) == ("loss", "anna", 10**9, "train.py:3")
     assert first.still == 1.5 and first.lag == 0.0 and second.lag == pytest.approx(0.03)
@@ -108,10 +107,10 @@ def test_a_disk_that_does_not_answer_holds_up_nobody(tmp_path: Path) -> None:
 
 def test_the_newest_row_is_found_at_the_end_of_a_long_file(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    assert newest_row(file) is None
+    assert newest_row(file) == {}
     long = {"step": 3, **{f"metric-{at}": 1.0 for at in range(2000)}}
     file.write_text("".join(json.dumps({**long, "step": step}) + "\n" for step in range(50)) + '{"st', encoding="utf-8")
-    assert (newest_row(file) or {}).get("step") == 49
+    assert newest_row(file)["step"] == 49
     file.write_text('{"step": 1}\n', encoding="utf-8")
     assert newest_row(file) == {"step": 1}
 

@@ -11,10 +11,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 import lockstep
 from lockstep.config import objects
+from lockstep.config.load import from_plain, parse_yaml, to_yaml
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.launchers.train import _loaded
@@ -116,12 +118,30 @@ def _part(found: Any, said: Any) -> Any:
         ),
         ({"task": "other.py:Mine"}, "lockstep.train: task='other.py:Mine': task: there is no file"),
         ({"seed.x": 3}, "lockstep.train: seed.x=3: seed is 0, which has no keys below"),
+        ({"train": {1: 2}}, "lockstep.train: train[1]=2: train[1]: keys should be strings"),
+        (
+            {"task": {"made": np.ones(2)}},
+            "lockstep.train: task.made=array([1., 1.]): task: made: must be plain data (text, ",
+        ),
+        (
+            {"task": {"labels": [{0: "cat"}]}},
+            "lockstep.train: task.labels=[{0: 'cat'}]: task: labels[0]: the keys of a mapping",
+        ),
     ],
 )
 def test_a_mistake_is_told_by_the_name_that_it_was_given_by(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         _loaded({**BASE, "seed": 0}, values)
     assert str(refused.value).startswith(message)
+
+
+def test_one_process_gets_what_ranks_get_from_the_config_of_the_run(here: Path) -> None:
+    """Tuples as lists, paths as text, and the numbers of numpy and torch as those of Python."""
+    given = {"task": {"sizes": (np.int64(3), 4), "at": here, "rate": np.float32(0.5)}, "train.batch_size": np.int64(4)}
+    config = _loaded(BASE, given)
+    arguments = {name: config.task.arguments[name] for name in ("sizes", "at", "rate")}
+    assert arguments == {"sizes": [3, 4], "at": str(here), "rate": 0.5}
+    assert config == from_plain(parse_yaml(to_yaml(config.plain())), "config.yaml") and config.train.batch_size == 4
 
 
 def test_a_class_stands_for_its_import_path(here: Path, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from lockstep import run_files
+from lockstep.config.plain import text
 from lockstep.config.yaml_text import parse_yaml
 
 
@@ -22,14 +23,16 @@ class Saved:
     whole: bool = True  # as far as its manifest and the sizes of its files tell
 
 
-def mode_of(folder: Path) -> str:
-    """Returns whether the best checkpoint of a run has the lowest or the highest value, as far as its config says."""
+def judged_by(folder: Path) -> tuple[str | None, str]:
+    """Returns the metric that the best checkpoint of a run is chosen by, and whether its lowest or its highest value is
+    the best, as far as the config says."""
     for file in ("config.yaml", "launch.yaml"):  # of a run with a task, and with a custom loop
         with contextlib.suppress(OSError, yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError):
             given = parse_yaml(run_files.read_text(folder / file))
-            if given.get("settings", given)["checkpoint"]["keep"]["mode"] == "max":
-                return "max"
-    return "min"
+            keep = given.get("settings", given)["checkpoint"]["keep"]
+            metric = None if "settings" in given else text(keep.get("metric"))  # a custom loop names no metric
+            return metric or None, "max" if keep.get("mode") == "max" else "min"
+    return None, "min"
 
 
 def best_first(saved: Sequence[Saved], mode: str) -> list[Saved]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from lockstep import run_files
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.manifest import INDEX_FILE, MANIFEST_FILE, MODEL_FILE, TREE_FILE, Damaged, Unreadable
-from lockstep.checkpoint.retention import mode_of
+from lockstep.checkpoint.retention import judged_by
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.checkpoint.tensor_file import WRONG_CONTENT, OpenFiles
 from lockstep.config.plain import read_text
@@ -103,7 +103,7 @@ def _open_folder(folder: Path, source: Source) -> None:
 
 def _open_run(folder: Path, source: Source) -> None:
     storage = CheckpointStorage(folder / "checkpoints")
-    step, what = storage.best_good(mode_of(folder)), "best"
+    step, what = storage.best_good(judged_by(folder)[1]), "best"
     if step is None:
         step, what = storage.newest_good(), "newest"
     if step is None:

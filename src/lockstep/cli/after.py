@@ -150,9 +150,9 @@ def export(
         if merge:
             raise ConfigError("--merge: safetensors has the weights as the checkpoint has them: use --to hf")
         folder = after.run_folder_of(run_dir, needs_task=False)
-        from lockstep.checkpoint.retention import mode_of
+        from lockstep.checkpoint.retention import judged_by
 
-        chosen = chosen_step(folder, Wanted(step, best), mode_of(folder), verify=False)
+        chosen = chosen_step(folder, Wanted(step, best), judged_by(folder)[1], verify=False)
         from lockstep.tasks.export import write_weights
 
         if write_weights(folder, chosen, out, averages=weights == "ema"):

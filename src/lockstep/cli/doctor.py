@@ -85,7 +85,7 @@ def _check_hosts(context: click.Context, hosts: str, overrides: tuple[str, ...],
 
 def _pod_of(asked: str, overrides: tuple[str, ...]) -> Pod:
     """Returns the hosts of a config file, or of a list of names with commas between them."""
-    from lockstep.config.load import load, load_python, with_overrides
+    from lockstep.config.load import load, load_python, with_values
     from lockstep.launchers.base import run_name
     from lockstep.launchers.ssh.pod import Pod
 
@@ -96,7 +96,7 @@ def _pod_of(asked: str, overrides: tuple[str, ...]) -> Pod:
     names = [each.strip() for each in asked.split(",") if each.strip()]
     # A config needs a task; this one is not imported.
     where = {"task": "lockstep:Task", "launch": {"type": "ssh", "hosts": names}}
-    return Pod("doctor", with_overrides(load_python(where, {}, "--hosts"), overrides))
+    return Pod("doctor", with_values(load_python(where, {}, "--hosts"), {}, overrides))
 
 
 @click.command(

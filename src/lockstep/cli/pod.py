@@ -217,12 +217,12 @@ def pull(name: str, out: Path, dry_run: bool) -> None:
 @DRY_RUN
 def resume(name: str, overrides: tuple[str, ...], dry_run: bool) -> None:
     """Go on with the newest run from its newest checkpoint; hosts that are gone are made again where that can be."""
-    from lockstep.config.load import with_overrides
+    from lockstep.config.load import with_values
     from lockstep.launchers.ssh import launcher
     from lockstep.launchers.ssh import record as records
 
     known = records.read(name)
-    config = with_overrides(known.run_config(), overrides)
+    config = with_values(known.run_config(), {}, overrides)
     if dry_run:
         click.echo(visible(launcher.plan_pod(config, name, known.folder)))
         return

@@ -99,7 +99,10 @@ def report(run_dirs: tuple[Path | Url, ...], out: Path | None) -> None:
                 f"RUN {each}: runs are looked at on a disk: copy the run's folder here first, with the tools of that "
                 "storage; its own report.html is there, too"
             )
-        folders += run_folders(each) if (each / DEFINITION_FILE).is_file() else [each]
+        found = list(run_folders(each)) if (each / DEFINITION_FILE).is_file() else [each]
+        if not found:
+            raise ConfigError(f"RUN {each}: no trial of this sweep has begun yet, so there is nothing to show")
+        folders += found
     beside = run_dirs[0] if len(run_dirs) == 1 else Path()
     file = out or Path(str(beside)) / REPORT_FILE
     write_report(folders, file)

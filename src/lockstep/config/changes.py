@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.config.plain import leaves
 from lockstep.errors import ConfigError
 
 # What a checkpoint was made under. Changing one of these would restore state into a different computation, or be
@@ -48,7 +49,7 @@ class Change:
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
     """Returns every path whose value differs, in the order of the config."""
-    old, new = dict(_leaves(before)), dict(_leaves(after))
+    old, new = (dict(leaves(config, into_lists=True)) for config in (before, after))
     return [
         Change(path, old.get(path), new.get(path))
         for path in dict.fromkeys([*old, *new])
@@ -58,7 +59,10 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
 
 def refuse_wrong_changes(found: list[Change], after: Mapping[str, Any]) -> None:
     """Raises ConfigError for changes that a checkpoint does not allow."""
-    wrong = [f"  {change} ({reason})" for change in found if (reason := _reason_against(change, after))]
+    # Early stopping may be taken up or given up at any time; only its criteria may not change.
+    switched = any(each.path == "early_stop.criteria[0].metric" and None in (each.before, each.after) for each in found)
+    judged = [each for each in found if not (switched and each.path.startswith("early_stop."))]
+    wrong = [f"  {change} ({reason})" for change in judged if (reason := _reason_against(change, after))]
     if wrong:
         raise ConfigError(
             "this run cannot be resumed with a config that changed in\n"
@@ -80,8 +84,6 @@ def described(change: Change) -> str:
 def _reason_against(change: Change, after: Mapping[str, Any]) -> str | None:
     """Of the settings of an optimizer, numbers may change; those that decide what state it keeps may not."""
     for fixed, reason in FIXED.items():
-        if fixed == "early_stop.criteria" and None in (change.before, change.after):
-            continue  # early stopping may be taken up or given up at any time; only its criteria may not change
         if change.path == fixed or change.path.startswith((fixed + ".", fixed + "[")):
             return reason
     if not _is_of_optimizer(change):
@@ -110,14 +112,3 @@ def _is_of_optimizer(change: Change) -> bool:
 def _name(change: Change) -> str:
     inner = change.path.startswith(("optimizer.groups[", "optimizer.others."))
     return change.path.split(".")[2 if inner else 1].split("[")[0]
-
-
-def _leaves(node: Any, at: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(node, Mapping) and node:
-        for key, value in node.items():
-            yield from _leaves(value, f"{at}.{key}" if at else str(key))
-    elif isinstance(node, list) and node:
-        for index, value in enumerate(node):
-            yield from _leaves(value, f"{at}[{index}]")
-    else:
-        yield at, node

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
-from lockstep.config.values import HostName, Seconds, Section
+from lockstep.config.values import HostName, PathOrUrl, Seconds, Section
 
 # Options of sbatch that Lockstep sets: by other keys, or always.
 OURS = (
@@ -91,7 +91,7 @@ class RayCluster(Section):
     min_workers: int | None = Field(None, gt=0, description="train with this many if there is no room for all")
     runtime_env: dict[str, Any] = Field({}, description="Ray's runtime_env; the task's folder is always included")
     insecure: bool = Field(False, description="use a cluster without token authentication: see docs/security.md")
-    storage: str | None = Field(
+    storage: PathOrUrl | None = Field(
         None, description="a folder shared by all nodes, or a bucket, for run folders; defaults to --out"
     )
 

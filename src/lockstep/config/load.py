@@ -36,16 +36,10 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     return _loaded(raw, places, path.resolve().parent, str(path))
 
 
-def with_overrides(config: RunConfig, overrides: Iterable[str]) -> RunConfig:
-    """Returns a config with `key.path=value` overrides."""
+def with_values(config: RunConfig, values: Mapping[str, Any], overrides: Iterable[str] = ()) -> RunConfig:
+    """Returns a config with other values at some paths, and with `key.path=value` overrides."""
     raw, places = RunSettings.plain(config), dict[KeyPath, str]()
     _override(raw, places, overrides)
-    return validate(RunConfig, raw, places, "config").with_after(config.after)
-
-
-def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """Returns a config with other values at some paths."""
-    raw, places = RunSettings.plain(config), dict[KeyPath, str]()
     for path, value in values.items():
         _set(raw, places, tuple(path.split(".")), value, f"{path}={value!r}")
     return validate(RunConfig, raw, places, "config").with_after(config.after)
@@ -61,10 +55,20 @@ def load_python(config: Path | Mapping[str, Any], values: Mapping[str, Any], cal
         raw, places = read(config)
         folder, source = config.resolve().parent, str(config)
     else:
-        raw, places, folder, source = dict(config), {}, Path.cwd(), caller
-    for keys, value in _by_path(values):
-        _set(raw, places, keys, value, f"{caller}: {'.'.join(keys)}={value!r}")
-    return _loaded(raw, places, folder, source)
+        raw, places, folder, source = _unboxed(config), {}, Path.cwd(), caller
+    for keys, value in _by_path(_unboxed(values)):
+        _set(raw, places, keys, value, f"{caller}: {_dotted(keys)}={value!r}")
+    # As ranks get it from config.yaml: a tuple is a list, also where this process trains.
+    return _loaded(validate(RunConfig, raw, places, source).plain(), places, folder, source)
+
+
+def _unboxed(value: Any) -> Any:
+    """Returns values of Python with plain numbers for those of numpy and torch."""
+    if isinstance(value, Mapping):
+        return {name: _unboxed(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_unboxed(each) for each in value]
+    return value.item() if getattr(value, "shape", None) == () else value
 
 
 def _loaded(raw: Mapping[str, Any], places: Mapping[KeyPath, str], folder: Path, source: str) -> RunConfig:
@@ -180,6 +184,8 @@ def _override(raw: dict[str, Any], places: dict[KeyPath, str], overrides: Iterab
         keys, place = tuple(name.strip().split(".")), f"--set {brief(without_value(override))}"
         if not equals or not all(keys):
             raise ConfigError(f"{place}: write key.path=value, for example --set train.batch_size=64")
+        if not text.strip():
+            raise ConfigError(f"{place}: there is no value: write null for none, or '' for an empty text")
         if len(keys) > DEEPEST:
             raise ConfigError(f"{place}: nested deeper than {DEEPEST} levels")
         try:
@@ -199,7 +205,7 @@ def _set(raw: dict[str, Any], places: dict[KeyPath, str], keys: tuple[str, ...],
         if below is None:
             below = {}
         if not isinstance(below, dict):
-            raise ConfigError(f"{place}: {'.'.join(keys[: depth + 1])} is {below!r}, which has no keys below")
+            raise ConfigError(f"{place}: {_dotted(keys[: depth + 1])} is {below!r}, which has no keys below")
         node[key] = dict(below)
         node = node[key]
     node[keys[-1]] = value
@@ -297,8 +303,8 @@ def with_weights_located(config: RunConfig, folder: Path, places: Mapping[KeyPat
         return config
     place = places.get(("init_from", "path"), places.get(("init_from",), ""))
     base = Path.cwd() if place.startswith("--set") else folder
-    path = base / Path(init_from.path).expanduser()
-    return config.model_copy(update={"init_from": init_from.model_copy(update={"path": str(path.absolute())})})
+    path = str((base / init_from.path).absolute())
+    return config.model_copy(update={"init_from": init_from.model_copy(update={"path": path})})
 
 
 _OF_OPTIMIZERS = {"lr": "lr", "learning_rate": "lr", "weight_decay": "weight_decay", "momentum": "momentum"}

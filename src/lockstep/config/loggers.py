@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from lockstep.config.secrets import secrets_in
-from lockstep.config.values import ImportPath, Interval, OpenSection, Seconds, Section
+from lockstep.config.values import ImportPath, Interval, OpenSection, PathOrUrl, Seconds, Section
 
 
 class LoggerSection(OpenSection):
@@ -40,7 +40,7 @@ class Mlflow(LoggerSection):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    tracking_uri: str | None = Field(
+    tracking_uri: PathOrUrl | None = Field(
         None, min_length=1, description="the URL of a server, or a folder; defaults to MLFLOW_TRACKING_URI"
     )
     experiment: str = Field("lockstep", min_length=1)

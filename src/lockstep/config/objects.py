@@ -242,7 +242,7 @@ def _require_class(file: Path, name: str) -> None:
     """Refuses a file that is not Python, or that defines classes and does not contain the name of this one."""
     try:
         source = read_bytes(file, _LONGEST_SOURCE)
-        tree = ast.parse(source, filename=str(file))
+        tree, text = ast.parse(source, filename=str(file)), importlib.util.decode_source(source)
     except SyntaxError as error:
         raise ConfigError(f"{file}:{error.lineno}: not valid Python: {error.msg}") from None
     except (ValueError, RecursionError, MemoryError) as error:  # null bytes; thousands of parentheses
@@ -250,7 +250,7 @@ def _require_class(file: Path, name: str) -> None:
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
     classes = [item.name for item in tree.body if isinstance(item, ast.ClassDef)]
-    if classes and not re.search(rf"\b{name}\b|import \*".encode(), source):
+    if classes and not re.search(rf"\b{name}\b|import \*", text):
         near = difflib.get_close_matches(name, classes, n=1, cutoff=0.0)
         raise ConfigError(f"{file} defines no {name!r}, did you mean {near[0]}?")
 

@@ -21,11 +21,32 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def leaves(node: Any, at: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields every value of nested mappings with its path, such as `train.epochs`; lists are values."""
+_LARGEST, _MOST = 1e290, 10**15  # what is computed of such numbers is finite, too, and exact as a float
+
+
+def number(value: Any) -> float | None:
+    """Returns a finite number of JSON, or None."""
+    if type(value) not in (int, float) or not -_LARGEST < value < _LARGEST:
+        return None
+    return float(value)
+
+
+def whole(value: Any) -> int | None:
+    return value if type(value) is int and -_MOST < value < _MOST else None
+
+
+def text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def leaves(node: Any, at: str = "", into_lists: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yields every value of nested mappings with its path, such as `train.epochs`; a list is a value, or `betas[0]`."""
     if isinstance(node, Mapping) and node:
         for key, value in node.items():
-            yield from leaves(value, f"{at}.{key}" if at else str(key))
+            yield from leaves(value, f"{at}.{key}" if at else str(key), into_lists)
+    elif into_lists and isinstance(node, list) and node:
+        for index, value in enumerate(node):
+            yield from leaves(value, f"{at}[{index}]", into_lists)
     else:
         yield at, node
 
@@ -57,6 +78,14 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
 def _initials(name: str) -> str:
     words = name.split("_")
     return "".join(word[:1] for word in words) if len(words) > 1 else ""
+
+
+def in_home(path: str) -> str:
+    """Expands a leading ~, which no shell does in a config, nor in `--out=~/runs`."""
+    try:
+        return str(Path(path).expanduser()) if path.startswith("~") else path
+    except RuntimeError:
+        raise ValueError("there is no home folder of that user on this machine") from None
 
 
 LONGEST_CONFIG = 1_000_000

@@ -9,11 +9,10 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from lockstep.config.accelerators import Accelerator, accelerator, runtime_version
+from lockstep.config.secrets import secrets_in
 from lockstep.config.values import Section, matching, require, variable_name
 
 _LONGEST = 1024
-# A value by one of these names would be on a command line of every host, and in the config of every run.
-_SECRETS = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|PRIVATE_?KEY", re.IGNORECASE)
 
 
 def _plain(text: str) -> str:
@@ -44,12 +43,11 @@ def _mount(text: str) -> str:
 
 
 def _no_secrets(values: dict[str, str]) -> dict[str, str]:
-    for name in values:
-        if _SECRETS.search(name):
-            raise ValueError(
-                f"what is written here is on a command line of every host, and {name} looks like a secret; name it in "
-                "pod.env instead, which passes on the value that this machine has"
-            )
+    if name := next(secrets_in(values), None):
+        raise ValueError(
+            f"what is written here is on a command line of every host, and {name} looks like a secret; name it in "
+            "pod.env instead, which passes on the value that this machine has"
+        )
     return values
 
 

@@ -26,7 +26,7 @@ from lockstep.config.training import (
 from lockstep.config.training import Schedule as Schedule
 from lockstep.config.training import Scheduler as Scheduler
 from lockstep.config.values import Component as Component
-from lockstep.config.values import Interval, Seconds, as_mapping, require
+from lockstep.config.values import Interval, PathOrUrl, Seconds, as_mapping, require
 from lockstep.config.values import Section as Section
 
 Precision = Literal["float32", "tf32", "bf16", "fp16", "fp8"]
@@ -193,7 +193,9 @@ class Checkpoint(Section):
 class InitFrom(Section):
     """The weights that a run starts from."""
 
-    path: str = Field(min_length=1, description="a run, a checkpoint, a safetensors file or a Hugging Face folder")
+    path: PathOrUrl = Field(
+        min_length=1, description="a run, a checkpoint, a safetensors file or a Hugging Face folder"
+    )
     strict: bool = Field(True, description="refuse missing, unexpected or differently shaped weights")
     map: dict[str, str | None] = Field(
         {}, description="prefix of names in the file -> prefix in the model; null: leave these weights out"

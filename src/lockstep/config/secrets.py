@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import unquote
 
 LEFT_OUT = "(left out)"
 
@@ -22,7 +22,10 @@ _TOKENS = (
     "huggingface", "wandb", "mlflow", "tracking", "trackio", "github", "gitlab",
 )  # fmt: skip
 _SHORTEST = 8  # of a value of the environment that is looked for in others: a shorter one is found everywhere
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*(?=@)")
+# Text of a megabyte may come from a stranger, so neither pattern may look at a character twice.
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s:]*+:[^/@\s]*(?=@)")
+_QUERY = re.compile(rf"(?<=[?&;])([^=&;?#\s]++)=(?!{re.escape(LEFT_OUT)})([^&;#\s]+)")
+_SIGNED = (["signature"], ["sig"])  # of a signed URL, which is a key to what it names
 
 
 def is_secret(name: str) -> bool:
@@ -48,7 +51,7 @@ def secrets_in(section: Any, at: str = "") -> Iterator[str]:
     elif isinstance(section, (list, tuple)):
         for index, value in enumerate(section):
             yield from secrets_in(value, f"{at}[{index}]")
-    elif isinstance(section, str) and _has_credentials(section):
+    elif isinstance(section, str) and _without_credentials(section) != section:
         yield at
 
 
@@ -74,7 +77,17 @@ def _redacted(value: Any, known: list[str]) -> Any:
         return value
     for each in known:
         value = value.replace(each, LEFT_OUT)
-    return _without_query(_CREDENTIALS.sub(LEFT_OUT, value))
+    return _without_credentials(value)
+
+
+def _without_credentials(text: str) -> str:
+    """Hides the user and password of URLs, and values of their queries by name."""
+    return _QUERY.sub(_hidden, _CREDENTIALS.sub(LEFT_OUT, text))
+
+
+def _hidden(found: re.Match[str]) -> str:
+    name = unquote(found[1])
+    return f"{found[1]}={LEFT_OUT}" if is_secret(name) or _words(name)[-1:] in _SIGNED else found[0]
 
 
 def _holds_one(name: Any, value: Any) -> bool:
@@ -82,23 +95,6 @@ def _holds_one(name: Any, value: Any) -> bool:
     if not isinstance(name, str) or not is_secret(name) or not value:
         return False
     return isinstance(value, str) or (type(value) is int and _words(name)[-1] in _ALWAYS)
-
-
-def _has_credentials(text: str) -> bool:
-    return _CREDENTIALS.search(text) is not None or _without_query(text) != text
-
-
-def _without_query(text: str) -> str:
-    if "://" not in text or "?" not in text:
-        return text
-    try:
-        asked = parse_qsl(urlsplit(text).query)
-    except ValueError:
-        return text
-    for name, value in asked:
-        if is_secret(name):
-            text = text.replace(f"{name}={value}", f"{name}={LEFT_OUT}")
-    return text
 
 
 def _words(name: str) -> list[str]:

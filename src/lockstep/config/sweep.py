@@ -31,9 +31,9 @@ class Axis(Section):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Axis:
-        given = self.model_fields_set
+        given = self._given
         if len(given) != 1:
-            raise ValueError(f"give one of {', '.join(type(self).model_fields)}, got {sorted(given) or 'none'}")
+            raise ValueError(f"give one of {', '.join(type(self).model_fields)}, got {given or 'none'}")
         bounds = self.uniform or self.loguniform or self.randint
         if bounds is not None and (not all(map(math.isfinite, bounds)) or not bounds[0] < bounds[1]):
             raise ValueError(f"{self.kind}: the first number must be less than the second, got {list(bounds)}")
@@ -42,8 +42,12 @@ class Axis(Section):
         return self
 
     @property
+    def _given(self) -> list[str]:
+        return [name for name in type(self).model_fields if getattr(self, name) is not None]
+
+    @property
     def kind(self) -> str:
-        (kind,) = self.model_fields_set
+        (kind,) = self._given
         return kind
 
     def values_of_range(self) -> tuple[Any, ...]:

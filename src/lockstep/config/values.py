@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     AfterValidator,
@@ -15,8 +16,12 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    model_validator,
 )
 from pydantic_core import CoreSchema, core_schema
+
+from lockstep.config.plain import in_home
+from lockstep.shown import described
 
 _SECONDS = {"s": 1.0, "sec": 1.0, "second": 1.0, "min": 60.0, "minute": 60.0, "h": 3600.0, "hour": 3600.0}
 
@@ -110,10 +115,11 @@ def import_path(text: str) -> str:
         or not re.match(r"^(.+\.py|[A-Za-z_][\w.]*)[:.][A-Za-z_]\w*$", text)
     ):
         raise ValueError('not an import path; write "package.module:Name" or "file.py:Name"')
-    return text
+    return in_home(text)
 
 
 ImportPath = Annotated[str, AfterValidator(import_path)]
+PathOrUrl = Annotated[str, AfterValidator(in_home)]  # a path or a URL
 
 
 def variable_name(text: str) -> str:
@@ -158,6 +164,25 @@ class OpenSection(Section):
     @property
     def arguments(self) -> dict[str, Any]:
         return dict(self.model_extra or {})
+
+    @model_validator(mode="after")
+    def _arguments_are_plain(self) -> Self:
+        _require_plain(self.arguments, "")
+        return self
+
+
+def _require_plain(value: Any, at: str) -> None:
+    """Refuses what config.yaml would not give to a rank as it is."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"{at}: the keys of a mapping are text, got {key!r}: quote it")
+            _require_plain(each, f"{at}.{key}" if at else key)
+    elif isinstance(value, (list, tuple)):
+        for index, each in enumerate(value):
+            _require_plain(each, f"{at}[{index}]")
+    elif not (value is None or isinstance(value, (str, bool, int, float, Path))):
+        raise ValueError(f"{at}: must be plain data (text, numbers, lists, mappings), got {described(value)}")
 
 
 class Component(OpenSection):

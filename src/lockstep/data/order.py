@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.config.load import validate
+from lockstep.config.plain import in_home
 from lockstep.config.training import Ordering
 from lockstep.data.permutation import (
     BUCKET_STREAM,
@@ -359,8 +360,7 @@ def of_every_example(name: str, file: str | None, values: Mapping[str, Any], dat
 
 
 def _read(name: str, file: str) -> Any:
-    place = Path(file).expanduser().resolve()
     try:
-        return np.lib.format.open_memmap(place, mode="r")
+        return np.lib.format.open_memmap(Path(in_home(file)).absolute(), mode="r")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"data.order.{name}: {place} cannot be read as an array of numpy's: {error}") from None
+        raise ConfigError(f"data.order.{name}: {file} cannot be read as an array of numpy's: {error}") from None

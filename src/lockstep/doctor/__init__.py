@@ -10,6 +10,7 @@ from lockstep.doctor import machine, runtimes
 from lockstep.doctor.ask import Question
 from lockstep.doctor.check import Check
 from lockstep.mirror.url import Url
+from lockstep.version import version_of
 
 
 def examine(asked: Collection[str], count: int | None, out: Path | Url, limit: float) -> Iterator[Check]:
@@ -23,7 +24,7 @@ def examine(asked: Collection[str], count: int | None, out: Path | Url, limit: f
         yield dependencies
         yield machine.port()
         yield room.check(topic, "name another place, one that answers, with --out")
-    if dependencies.verdict == "fail" or machine.version_of("torch") is None:
+    if dependencies.verdict == "fail" or version_of("torch") is None:
         for family in asked or runtimes.FAMILIES:
             found, remedy = "not tried: torch or a dependency does not work", "see to the checks above that failed"
             yield Check(family, "fail" if asked else "none", found, remedy if asked else "")

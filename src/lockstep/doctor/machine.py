@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -17,6 +16,7 @@ import lockstep
 from lockstep.doctor.ask import Stage
 from lockstep.doctor.check import Check
 from lockstep.shown import size
+from lockstep.version import version_of
 
 # The variables that change what a run does here; no other is ever shown.
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PJRT_DEVICE")
@@ -38,13 +38,6 @@ def look(asked: Collection[str]) -> Iterator[Check]:
     yield torch(versions["torch"])
     yield optional(versions, asked)
     yield variables(os.environ)
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def fit_together(torch: str | None, torch_xla: str | None) -> bool:

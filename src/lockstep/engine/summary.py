@@ -34,6 +34,7 @@ def conclude(run: Run, outcome: dict[str, Any]) -> dict[str, Any]:
         return {}
     engine, progress = run._engine, run.progress
     engine.require_folder()
+    best = outcome.get("best")
     seconds, compilations = engine.control_sync.elapsed(), dict(engine.guard.compilations)
     summary = {
         "status": outcome["status"],
@@ -44,7 +45,7 @@ def conclude(run: Run, outcome: dict[str, Any]) -> dict[str, Any]:
         "runtime": engine.runtime.name,
         "strategy": engine.strategy.name,
         "metrics": outcome.get("metrics", {}),
-        "best": outcome.get("best"),
+        "best": best and {**best, "mode": engine.settings.checkpoint.keep.mode},
         "seconds": round(seconds, 3),
         "samples_per_second": round(progress.examples / seconds, 1) if seconds > 0 else None,
         **({"compilations": compilations} if compilations else {}),

@@ -6,7 +6,6 @@ import math
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from lockstep.distributed.failure import Failure, Report, Result, find_cause, worth_retrying
@@ -102,7 +101,7 @@ def supervise(ranks: Supervised, watcher: Watcher | None, signals: Signals, grac
             timeline.show(watcher.everyone)
             if stall is not None:
                 timeline.note("stall", rank=stall.ranks[0], note=stall.message)
-                return _end_stalled(ranks, stall, timeline.folder)
+                return _end_stalled(ranks, stall)
             if asked and not watcher.begun and now > began + _EARLY_SECONDS and ranks.returned() is None:
                 # Still compiling, connecting or fetching, in code that no signal reaches; no step has been made.
                 return Result(INTERRUPTED_EXIT_CODE, nothing_to_save=True)
@@ -124,20 +123,15 @@ def _look(watcher: Watcher, ranks: Supervised) -> Stall | None:
     return stall
 
 
-def _end_stalled(ranks: Supervised, stall: Stall, folder: Path | None) -> Result:
+def _end_stalled(ranks: Supervised, stall: Stall) -> Result:
     """Has every rank write its stacks to its log, and ends all of them."""
-    from lockstep.record.loggers import suspect
-
     ranks.dump_stacks()
     time.sleep(_DUMP_SECONDS)
     ranks.end()
     host = ranks.host_of(stall.ranks[0])
     if any(not each.consequence for each in ranks.reports()):
         return failed(ranks.reports(), {}, host)  # a rank failed, and then could not leave
-    suspected = suspect(folder, stall.message) if folder is not None else ""
-    cause = (
-        f"{stall.message}{suspected}. The stacks of all threads are in the ranks' logs; timeouts.stall sets the limit"
-    )
+    cause = f"{stall.message}. The stacks of all threads are in the ranks' logs; timeouts.stall sets the limit"
     code = RankStalled.exit_code
     failure = Failure(stall.ranks[0], host, cause, code, RankStalled.__name__, concerns_all_ranks=True)
     return Result(code, failure=failure)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.manifest import step_name
-from lockstep.checkpoint.retention import mode_of
+from lockstep.checkpoint.retention import judged_by
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.mirror.bucket import CHECKPOINTS, Bucket, cannot_be_used, step_of
@@ -120,7 +120,7 @@ def pull_checkpoint(bucket: Bucket, folder: Path, step: int | None = None, best:
     It gets its name here once all of it has arrived and matches its digests. One that does not is passed over.
     """
     damaged = {}
-    for path in bucket.to_try(step, best, mode_of(folder)):
+    for path in bucket.to_try(step, best, judged_by(folder)[1]):
         step = step_of(path)
         problem = _pull_folder(bucket, path, folder / CHECKPOINTS / step_name(step))
         if problem is None:

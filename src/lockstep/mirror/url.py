@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from lockstep.config.plain import in_home
 from lockstep.errors import ConfigError
 
 # What there is a file system of fsspec's for, and the extra that installs it.
@@ -52,7 +53,10 @@ def place(given: str | Path, setting: str) -> Path | Url:
     scheme, colon, _ = text.partition(":/")
     if isinstance(given, Path) and colon and _ALIASES.get(scheme, scheme) in SCHEMES and not given.is_absolute():
         raise ConfigError(f"{setting} {text}: a Path cannot hold a URL: give it as text, {scheme}://...")
-    return Path(given)
+    try:
+        return Path(in_home(text))
+    except ValueError as error:
+        raise ConfigError(f"{setting} {text}: {error}") from None
 
 
 def parse(text: str, setting: str) -> Url:

@@ -185,15 +185,11 @@ class MetricAggregator:
         """Drops rows after a step: the run was restored there, or ended before its first checkpoint."""
         self._last_gathered_step = self._last_row_step = step
         if state is not None:
-            self._since_row.restore(state["since_row"])
-            self.since_validation.restore(state["since_validation"])
-            self._skips = state.get("skips", self._skips)
-            self.latest = state.get("latest", {})
-            self.learning_rates = state.get("learning_rates", {})
-            self._last_row_step = state.get("last_row_step", self._last_row_step)
+            self._since_row.sums, self.since_validation.sums = state["since_row"], state["since_validation"]
+            self._skips, self.latest, self.learning_rates = state["skips"], state["latest"], state["learning_rates"]
+            self._last_row_step = state["last_row_step"]
         if self._metric_writer is not None:
-            rows = 0 if state is None else state.get("rows")
-            self._metric_writer.forget_after(step, self._last_row_step, rows)
+            self._metric_writer.forget_after(step, 0 if state is None else state["rows"])
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep import run_files
+from lockstep.config.plain import number
 from lockstep.config.schema import Log, RunSettings
 from lockstep.config.secrets import redacted
 from lockstep.errors import ConfigError
 from lockstep.record.logger import About, Logger, Sample, check_methods
 from lockstep.record.writers import write_json
-from lockstep.shown import brief, in_a_line
+from lockstep.shown import brief, described, in_a_line
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,10 @@ class LoggerQueue:
         self._file = about.folder / FOLDER / f"{name}.json"
         self._kept = _Kept.read(self._file)
         self._takes_back = bool(getattr(to, "takes_back", False))
+        delay = getattr(to, "delay", 0.0)
+        if (seconds := number(delay)) is None:
+            raise ConfigError(f"log.{name}: its delay must be a number of seconds, got {described(delay)}")
+        self._delay = seconds
         # The steps it has from before: a run that resumes from an older checkpoint computes them again, bit for bit.
         self._before = {} if self._takes_back else dict(self._kept.sent)
         self._waiting: queue.Queue[Call | None] = queue.Queue()  # None is the end
@@ -146,10 +151,10 @@ class LoggerQueue:
         self._given_up, at = True, self._at
         lost = [f"{self._failed} calls failed"] if self._failed else []
         lost += [f"{self._left_out} rows and samples were left out, since it was too slow"] if self._left_out else []
+        if left := max(self._waiting.qsize() - 1, 0):  # without the end
+            lost.append(f"{left} were not sent any more")
         if self._thread.is_alive():
             self._abandon()
-            if left := max(self._waiting.qsize() - 1, 0):  # without the end
-                lost.append(f"{left} were not sent any more")
             if at is not None:
                 lost.insert(0, f"{at[0]} has not returned for {time.monotonic() - at[1]:.0f} s, and is left alone")
         if lost:
@@ -174,12 +179,11 @@ class LoggerQueue:
     # The thread
 
     def _work(self, about: About, backlog: Backlog) -> None:
-        self._call_note = CallNote(self._file.parent, self.name)
         self._note()  # a restart must find the id that this one starts with
         if self._called("start", lambda: self._keep(self._logger.start(about))):
             for call in self._calls(backlog):
                 if self._called(call.method, call.send):
-                    self._kept.note(call, float(getattr(self._logger, "delay", 0.0)))
+                    self._kept.note(call, self._delay)
                     self._note()
                 else:
                     self._failed += 1
@@ -188,7 +192,6 @@ class LoggerQueue:
                 self._note()
         else:
             self._abandon()
-        self._call_note.close()
 
     def _keep(self, returned: Mapping[str, Any] | None) -> None:
         try:
@@ -215,7 +218,6 @@ class LoggerQueue:
 
     def _called(self, method: str, call: Callable[[], None]) -> bool:
         self._at = (method, time.monotonic())
-        self._call_note.enter(method)
         try:
             call()
         except BaseException as error:  # a logger that calls sys.exit ends its own thread, and nothing else
@@ -223,7 +225,6 @@ class LoggerQueue:
             self._warn_once(method, f"{method} failed: {type(error).__name__}: {error}. {end}")
             return False
         finally:
-            self._call_note.leave()
             self._at = None
         return True
 
@@ -271,55 +272,3 @@ class _Kept:
     def write(self, file: Path) -> None:
         with contextlib.suppress(OSError):  # a full disk is reported by those who must write
             write_json(file, {"id": self.id, "kept": self.kept, "calls": self.calls, "sent": self.sent}, depth=2)
-
-
-_BYTES = 512
-_ENDING = ".call"
-
-
-class CallNote:
-    """Notes in a file which method a logger is in.
-
-    A logger whose native code holds Python's lock stops its whole process, heartbeats included. The launcher reads
-    here which logger that was.
-    """
-
-    def __init__(self, folder: Path, logger: str) -> None:
-        self._logger, self._file = logger, folder / f".{logger}{_ENDING}"
-        self._descriptor = -1
-        with contextlib.suppress(OSError):
-            folder.mkdir(exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._descriptor = os.open(self._file, flags, 0o600)
-
-    def enter(self, method: str) -> None:
-        self._write(json.dumps({"logger": self._logger, "method": method, "since": time.time()}).encode())
-
-    def leave(self) -> None:
-        self._write(b"")
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            os.close(self._descriptor)
-            self._file.unlink(missing_ok=True)
-            self._file.parent.rmdir()  # unless another logger's files are there
-
-    def _write(self, text: bytes) -> None:
-        with contextlib.suppress(OSError):
-            os.pwrite(self._descriptor, text[:_BYTES].ljust(_BYTES, b"\0"), 0)
-
-
-def suspect(run_folder: Path, stalled: str) -> str:
-    """Returns a sentence on the logger that has been in a call longest, where rank 0 went silent."""
-    found = []
-    for file in (run_folder / FOLDER).glob(f".*{_ENDING}") if "rank 0: no sign of life" in stalled else ():
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            note = json.loads(file.read_bytes()[:_BYTES].rstrip(b"\0"))
-            found.append((time.time() - float(note["since"]), str(note["logger"]), str(note["method"])))
-    if not found:
-        return ""
-    seconds, logger, method = max(found)
-    return (
-        f". The logger log.{logger} has been in {method} for {seconds:.0f} s: where its native code does not release "
-        "Python's lock, nothing else in that process runs. Leave it out, or log from another process"
-    )

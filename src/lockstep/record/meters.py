@@ -136,10 +136,6 @@ class Totals:
                 have = self.sums.get(name, [[], []])
                 self.sums[name] = [parts_of([*old, *new]) for old, new in zip(have, added, strict=True)]
 
-    def restore(self, sums: Mapping[str, Any]) -> None:
-        """Takes the sums of a checkpoint; before 0.6.0 each was one number."""
-        self.sums = {name: [each if isinstance(each, list) else [each] for each in pair] for name, pair in sums.items()}
-
     def means(self) -> dict[str, float]:
         return {name: total / weight for name, (total, weight) in added_up([self.sums]).items() if weight}
 

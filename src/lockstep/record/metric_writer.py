@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +18,7 @@ from lockstep.record.logger import Kind
 from lockstep.record.loggers import LoggerQueue
 from lockstep.record.samples import Samples
 from lockstep.record.timeline import Timeline
-from lockstep.record.writers import SPEED, JsonlWriter, Row, drop_rows_after, read_rows
-
-METRICS_FILE = "metrics.jsonl"
+from lockstep.record.writers import METRICS_FILE, SPEED, JsonlWriter, Row, keep_rows, read_rows
 
 
 class MetricWriter:
@@ -42,16 +42,16 @@ class MetricWriter:
         self._opened = False
         self._restored_step = 0
         self._last = (time.perf_counter(), 0)  # the time, and examples so far
-        self.rows = 0  # of the whole run so far
+        self.rows = 0  # in metrics.jsonl
         self._lags: list[float] = []
 
-    def forget_after(self, step: int, row_step: int, rows: int | None) -> None:
-        """Drops what is about to be written again: all but the first `rows`, or the rows of later steps."""
+    def forget_after(self, step: int, rows: int) -> None:
+        """Drops what is about to be written again: all but the first rows, and the samples of later steps."""
         self._restored_step = step
-        self.rows = drop_rows_after(self._folder / METRICS_FILE, step, row_step, rows)
+        self.rows = keep_rows(self._folder / METRICS_FILE, rows)
         self._samples.forget_after(step)
         if self._best is not None and self.rows:
-            for row in read_rows(self._folder / METRICS_FILE)[: self.rows]:
+            for row in read_rows(self._folder / METRICS_FILE, having=json.dumps(self._best.metric)):
                 self._best.reached(row)
 
     def begin(self, progress: Progress, total_steps: int | None) -> None:
@@ -66,10 +66,10 @@ class MetricWriter:
         self._open()
         if self._jsonl is not None:
             self._jsonl.write(row)
+            self.rows += 1
         values = _numbers(row)
         for each in self._loggers:
             each.log(row["step"], values)
-        self.rows += 1
         is_best = self._best is not None and self._best.reached(row)
         self._display.row({**row, NEW_BEST: True} if is_best else row, self._lags)
 
@@ -108,7 +108,7 @@ class MetricWriter:
 
     def _written(self, count: int) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yields the first rows of metrics.jsonl, which a resumed run has behind it."""
-        for row in read_rows(self._folder / METRICS_FILE)[:count] if count else ():
+        for row in itertools.islice(read_rows(self._folder / METRICS_FILE), count):
             yield row.get("step", 0), _numbers(row)
 
     def _open(self) -> None:
@@ -131,12 +131,12 @@ class Best:
     """The best value so far, over the rows of a run in their order."""
 
     def __init__(self, keep: Keep) -> None:
-        self._keep = keep
+        self.metric, self._keep = keep.metric, keep
         self._value: float | None = None
 
     def reached(self, row: Mapping[str, Any]) -> bool:
         """Whether a row's value is better than all before it."""
-        value = row.get(self._keep.metric)
+        value = row.get(self.metric)
         if SPEED in row or isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             return False
         better = self._value is None or (value < self._value if self._keep.mode == "min" else value > self._value)

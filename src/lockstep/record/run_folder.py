@@ -120,9 +120,9 @@ def read_plain_config(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def read_summary(folder: Path) -> dict[str, Any]:
-    """Returns summary.json; empty where there is none that can be read."""
-    return read_json(folder / SUMMARY_FILE)
+def read_summary(folder: Path, depth: int = 1) -> dict[str, Any]:
+    """Returns summary.json; empty where there is none that can be read. `depth`: 2 for a trial of a sweep's folder."""
+    return read_json(folder / SUMMARY_FILE, depth)
 
 
 def record(folder: Path, status: str, reason: str | None) -> None:
@@ -222,7 +222,7 @@ def brought_here(folder: Path, topology: Topology) -> None:
 FOLDER, FACTS_FILE, DIFF_FILE = "code", "code.json", "uncommitted.diff"
 _MOST_BYTES = 2**20  # of the source, and of the diff
 _GIT_SECONDS = 3.0
-_ASSIGNED = re.compile(r"""(?P<name>\w+)(?P<by>["']?\s*[:=]\s*)(?P<value>"[^"]*"|'[^']*'|[^\s,"')]+)""")
+_ASSIGNED = re.compile(r"""\b(?P<name>\w++)(?P<by>["']?\s*[:=]\s*)(?P<value>"[^"]*"|'[^']*'|[^\s,"')]+)""")
 _GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
 
 

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep import run_files
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE
-from lockstep.record.writers import LiveFiles, objects
+from lockstep.record.writers import LiveFiles
 
 if TYPE_CHECKING:
     from lockstep.distributed.failure import Failure, Result
@@ -32,7 +30,7 @@ TIMELINE_FILE, LIVE_FILE, LAGS_FILE = "timeline.jsonl", "live.json", "lags.jsonl
 DRIVER_TIMELINE_FILE = "timeline-driver.jsonl"
 
 _LIVE_SECONDS = 1.0
-_LONGEST_TEXT, _LONGEST_ROW = 4000, 1_000_000
+_LONGEST_TEXT = 4000
 # A line of lags once a second at first, then whenever the run is 1 % longer: about a thousand in a month.
 _LAG_SECONDS, _LAG_LINES = 1.0, 100
 
@@ -83,11 +81,10 @@ class Timeline:
 
     def show(self, everyone: Sequence[Seen]) -> None:
         """Writes live.json, unless that was done less than a second ago."""
-        folder = self.folder
-        if self._files is not None and folder is not None and time.monotonic() >= self._next_live:
+        if self._files is not None and time.monotonic() >= self._next_live:
             self._next_live = time.monotonic() + _LIVE_SECONDS
             seen, at = list(everyone), time.time()
-            self._files.replace(LIVE_FILE, lambda: _live(seen, at, folder))
+            self._files.replace(LIVE_FILE, lambda: _live(seen, at))
 
     def lags(self, step: int, busy: Sequence[float]) -> None:
         """Notes by rank how long each was busy in a step."""
@@ -140,7 +137,7 @@ class _Lags:
         return line
 
 
-def _live(everyone: list[Seen], at: float, folder: Path) -> dict[str, Any]:
+def _live(everyone: list[Seen], at: float) -> dict[str, Any]:
     beats = [each.beat for each in everyone if each.beat is not None]
     busy = [each.busy for each in beats if each.busy is not None]
     fastest = min(busy, default=0.0)
@@ -148,11 +145,9 @@ def _live(everyone: list[Seen], at: float, folder: Path) -> dict[str, Any]:
     step = max((each.step for each in beats), default=0)  # under way
     return {
         "at": round(at, 3),
-        "world_size": len(everyone),
         "step": step if total is None else min(step, total),
         "total_steps": total,
         "ranks": [_rank(each, fastest) for each in everyone],
-        "latest": newest_row(folder / "metrics.jsonl"),
     }
 
 
@@ -164,20 +159,6 @@ def _rank(seen: Seen, fastest: float) -> dict[str, Any]:
     lag = None if beat.busy is None else round(beat.busy - fastest, 6)  # seconds of a step, behind the fastest
     return {"rank": seen.rank, "host": beat.host, "step": beat.step, "doing": beat.doing, "waits": beat.waits,
             "still": still, "where": beat.where, "memory": beat.memory, "lag": lag}  # fmt: skip
-
-
-def newest_row(file: Path) -> dict[str, Any] | None:
-    rows = newest_rows(file, 16_384) or newest_rows(file, _LONGEST_ROW)
-    return rows[-1] if rows else None
-
-
-def newest_rows(file: Path, longest: int) -> list[dict[str, Any]]:
-    """Returns the rows in the last bytes of a file that may be long, and may be written to."""
-    with contextlib.suppress(OSError), run_files.open_file(file) as stream:
-        size = stream.seek(0, os.SEEK_END)
-        stream.seek(max(size - longest, 0))
-        return list(objects(stream.read(longest).split(b"\n")[0 if size <= longest else 1 :]))
-    return []
 
 
 def _short(value: Any) -> Any:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 
 from lockstep import run_files
 from lockstep.config.load import read, to_yaml, validate
-from lockstep.config.plain import columns
+from lockstep.config.plain import LONGEST_CONFIG, columns, number, text, whole
 from lockstep.config.sweep import Sweep
 from lockstep.errors import ConfigError
 from lockstep.record import run_folder
@@ -58,7 +56,7 @@ def write_sweep(folder: Path, sweep: Sweep) -> None:
 
 def read_sweep(folder: Path) -> Sweep:
     file = folder / DEFINITION_FILE
-    if not file.is_file():
+    if not run_files.is_file(file):
         there = "there is no such folder" if not folder.is_dir() else f"it holds no {DEFINITION_FILE}"
         raise ConfigError(f"{folder} is not the folder of a sweep: {there}")
     raw, places = read(file)
@@ -70,30 +68,28 @@ def read_trials(folder: Path, metric: str) -> list[Trial]:
     file = folder / SWEEP_FILE
     try:
         listed = json.loads(run_files.read_text(file))
-        trials = [Trial(**each) for each in listed]
-        numbers = [each.number for each in trials]
-        if not all(isinstance(each, int) for each in numbers) or not all(isinstance(t.values, dict) for t in trials):
-            raise TypeError("a trial has a number and values")
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        trials = [_trial(each) for each in listed]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(f"{file}: does not list the trials of a sweep: {error}") from None
     return [as_it_is(each, folder, metric) for each in trials]
 
 
+def _trial(found: Mapping[str, Any]) -> Trial:
+    at, values = whole(found["number"]), found["values"]
+    if at is None or not isinstance(values, dict):
+        raise TypeError("a trial has a number and values")
+    status, cause = text(found.get("status")), text(found.get("cause"))
+    return Trial(at, values, status, whole(found.get("epoch")), number(found.get("metric")), cause)
+
+
 def as_it_is(trial: Trial, folder: Path, metric: str) -> Trial:
-    summary = run_folder.read_summary(folder / trial.folder)
+    summary = run_folder.read_summary(folder / trial.folder, depth=2)
     if not summary:
         return trial
-    metrics, epoch = summary.get("metrics"), summary.get("epoch")
-    value = metrics.get(metric) if isinstance(metrics, dict) else None
-    status = str(summary.get("status"))
-    cause = str(summary.get("reason") or "").strip().split("\n")[0] if status == "failed" else ""
-    return replace(
-        trial,
-        status=status,
-        epoch=epoch if isinstance(epoch, int) else None,
-        metric=float(value) if isinstance(value, (int, float)) else None,
-        cause=cause,
-    )
+    metrics, status = summary.get("metrics"), text(summary.get("status"))
+    value = number(metrics.get(metric)) if isinstance(metrics, dict) else None
+    cause = text(summary.get("reason")).strip().split("\n")[0] if status == "failed" else ""
+    return replace(trial, status=status, epoch=whole(summary.get("epoch")), metric=value, cause=cause)
 
 
 def write_trials(folder: Path, trials: Sequence[Trial]) -> None:
@@ -110,7 +106,8 @@ def conclude(trials: Sequence[Trial], sweep: Sweep, folder: Path, say: Callable[
     if best is None:
         say("no trial has come to an end that counts")
         return 5
-    shutil.copy(folder / best.folder / run_folder.CONFIG_FILE, folder / BEST_FILE)
+    config = run_files.read_text(folder / best.folder / run_folder.CONFIG_FILE, LONGEST_CONFIG, depth=2)
+    run_folder.write_text(folder / BEST_FILE, config)
     say(f"best: trial {best.number}, {sweep.metric} {best.metric:.4g} with {values_of(best)}")
     say(f"its config: {folder / BEST_FILE}; its run: {folder / best.folder}")
     return 0
@@ -118,7 +115,7 @@ def conclude(trials: Sequence[Trial], sweep: Sweep, folder: Path, say: Callable[
 
 def _best_first(trials: Sequence[Trial], sweep: Sweep) -> list[Trial]:
     sign = 1 if sweep.mode == "min" else -1
-    known = [each for each in trials if each.metric is not None and math.isfinite(each.metric)]
+    known = [each for each in trials if number(each.metric) is not None]
     return [
         *sorted(known, key=lambda each: sign * (each.metric or 0.0)),
         *(each for each in trials if each not in known),
@@ -127,9 +124,7 @@ def _best_first(trials: Sequence[Trial], sweep: Sweep) -> list[Trial]:
 
 def best_of(trials: Sequence[Trial], sweep: Sweep) -> Trial | None:
     """Returns the best of the trials that were trained to the end, by their last metric."""
-    measured = [
-        each for each in trials if each.metric is not None and math.isfinite(each.metric) and each.status in TO_THE_END
-    ]
+    measured = [each for each in trials if number(each.metric) is not None and each.status in TO_THE_END]
     return next(iter(_best_first(measured, sweep)), None)
 
 

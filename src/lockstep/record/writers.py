@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -14,6 +15,7 @@ from typing import Any
 from lockstep import run_files
 from lockstep.config.plain import finite, naming
 
+METRICS_FILE = "metrics.jsonl"
 Row = dict[str, Any]
 SPEED = "examples_per_second"  # in rows of training only
 
@@ -34,9 +36,9 @@ class JsonlWriter:
             self._stream.close()
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Returns the rows of a file; a line that a kill cut short is left out."""
-    return [row for row in json_lines(path) if type(row.get("step", 0)) in (int, float)]
+def read_rows(path: Path, having: str = "") -> Iterator[Row]:
+    """Yields the rows of a file, those of lines with this text; a line that a kill cut short is left out."""
+    return (row for row in json_lines(path, having.encode()) if type(row.get("step", 0)) in (int, float))
 
 
 def read_json(path: Path, depth: int = 1) -> dict[str, Any]:
@@ -47,10 +49,10 @@ def read_json(path: Path, depth: int = 1) -> dict[str, Any]:
     return {}
 
 
-def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+def json_lines(path: Path, having: bytes = b"") -> Iterator[dict[str, Any]]:
     """Yields the objects of a file of JSON lines; lines that are none are left out."""
     with run_files.open_file(path) as stream:
-        yield from objects(line for _, line in run_files.lines(stream))
+        yield from objects(line for _, line in run_files.lines(stream) if having in line)
 
 
 def objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
@@ -64,19 +66,19 @@ def objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             yield found
 
 
-def drop_rows_after(path: Path, step: int, training_step: int | None = None, keep: int | None = None) -> int:
-    """Drops rows that a resumed run will write again; returns how many are left.
-
-    Where the number of rows to keep is unknown, those of later steps go: after `training_step` for rows of training.
-    """
-    if not path.exists():
-        return 0
-    rows = read_rows(path)
-    last = {True: step if training_step is None else training_step, False: step}
-    left = rows[:keep] if keep is not None else [row for row in rows if row.get("step", 0) <= last[SPEED in row]]
-    with naming(path):
-        run_files.write(path, "".join(json.dumps(row) + "\n" for row in left))
-    return len(left)
+def keep_rows(path: Path, count: int) -> int:
+    """Cuts a file off after its first rows, since a resumed run writes the others again; returns how many it has."""
+    rows = size = 0
+    with (
+        contextlib.suppress(FileNotFoundError),
+        naming(path),
+        os.fdopen(run_files.open_descriptor(path, os.O_RDWR), "r+b") as stream,
+    ):
+        for length, line in itertools.islice(run_files.lines(stream), count):
+            if line.endswith(b"\n"):
+                rows, size = rows + 1, size + length
+        stream.truncate(size)
+    return rows
 
 
 def write_json(path: Path, value: Any, depth: int = 1) -> None:

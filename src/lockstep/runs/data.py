@@ -5,48 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from lockstep.config.plain import finite, leaves
+from lockstep.config.plain import finite, leaves, number, text, whole
 from lockstep.config.secrets import redacted
 from lockstep.record.writers import SPEED
 from lockstep.runs.findings import Finding, duration, findings, verdict
 from lockstep.runs.reader import Run
-from lockstep.runs.records import PHASES, Span, number, seconds_by_kind, text, thinned_lags
-
-_NO_CURVES = ("step", "epoch")
-
-
-@dataclass
-class Curve:
-    """The values of one metric, in the order of their steps."""
-
-    name: str
-    steps: list[float] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-    not_finite: list[float] = field(default_factory=list)  # steps at which it was no number
-
-
-def curves(rows: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
-    found: dict[str, Curve] = {}
-    for row in rows:
-        step = number(row.get("step"))
-        if step is None:
-            continue
-        for name, value in row.items():
-            if name in _NO_CURVES or (type(value) is not float and isinstance(value, (str, list, dict, bool))):
-                continue
-            curve = found.get(name)
-            if curve is None:
-                curve = found[name] = Curve(name)
-            if (point := number(value)) is not None:
-                curve.steps.append(step)
-                curve.values.append(point)
-            else:
-                curve.not_finite.append(step)
-    return found
+from lockstep.runs.records import PHASES, Curve, Span, seconds_by_kind, thinned_lags
 
 
 def thinned(curve: Curve, most: int) -> dict[str, list[float]]:
@@ -54,7 +22,7 @@ def thinned(curve: Curve, most: int) -> dict[str, list[float]]:
 
     Where several values became one, `low` and `high` are the lowest and the highest of them.
     """
-    steps, values = curve.steps, curve.values
+    steps, values = list(curve.steps), list(curve.values)
     if any(after < before for before, after in itertools.pairwise(steps)):
         order = sorted(range(len(steps)), key=steps.__getitem__)
         steps, values = [steps[at] for at in order], [values[at] for at in order]
@@ -79,8 +47,7 @@ _LAST = ("learning rate", "gradient norm", "examples per second")
 
 
 def page_data(runs: Sequence[Run]) -> dict[str, Any]:
-    found = [curves(run.rows) for run in runs]
-    charts = _charts({name for each in found for name in each})
+    charts = _charts({name for run in runs for name in run.curves})
     names = [name for chart in charts for name in chart["names"]]
     drawn = set(names[:_MOST_CURVES])
     most = min(max(_POINTS // max(len(drawn) * len(runs), 1), _FEWEST), _MOST)
@@ -89,14 +56,11 @@ def page_data(runs: Sequence[Run]) -> dict[str, Any]:
         "charts": [chart for chart in kept if chart["names"]],
         "left_out": len(names) - len(drawn),
         "phases": list(PHASES),
-        "runs": [
-            _run(run, {name: each[name] for name in each if name in drawn}, most, len(runs))
-            for run, each in zip(runs, found, strict=True)
-        ],
+        "runs": [_run(run, drawn, most, len(runs)) for run in runs],
     }
 
 
-def _run(run: Run, found: Mapping[str, Curve], most: int, runs: int) -> dict[str, Any]:
+def _run(run: Run, drawn: set[str], most: int, runs: int) -> dict[str, Any]:
     config = [(path, "null" if value is None else str(finite(value))) for path, value in leaves(redacted(run.config))]
     return {
         "name": run.name,
@@ -106,9 +70,9 @@ def _run(run: Run, found: Mapping[str, Curve], most: int, runs: int) -> dict[str
         "verdict": _finding(verdict(run)),
         "findings": [_finding(each) for each in findings(run)[:50]],
         "facts": _facts(run),
-        "series": {name: _series(curve, most) for name, curve in found.items()},
-        "timeline": _timeline(run, _SPANS // runs),
-        "lags": _lags(run, _CELLS // runs),
+        "series": {name: _series(curve, most) for name, curve in run.curves.items() if name in drawn},
+        "timeline": _timeline(run, max(_SPANS // runs, 1)),
+        "lags": _lags(run, max(_CELLS // runs, 1)),
         "topology": _topology(run),
         "checkpoints": [asdict(each) for each in run.checkpoints[-_MARKS:]],
         "failures": [
@@ -140,7 +104,7 @@ def _facts(run: Run) -> list[list[str]]:
         facts.append(["examples per second", f"{speed:,.0f}"])
     best = summary.get("best")
     if isinstance(best, dict) and (value := number(best.get("value"))) is not None:
-        facts.append([f"best {best.get('metric')}", f"{value:.5g} at step {best.get('step')}"])
+        facts.append([f"best {text(best.get('metric'))}".strip(), f"{value:.5g} at step {whole(best.get('step'))}"])
     metrics = summary.get("metrics")
     for name, value in list(metrics.items())[:6] if isinstance(metrics, dict) else ():
         if (point := number(value)) is not None:

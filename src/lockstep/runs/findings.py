@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
 
+from lockstep.config.plain import number, text
 from lockstep.runs.reader import LOST, Run
-from lockstep.runs.records import number, seconds_by_kind, text, typical_lags
+from lockstep.runs.records import seconds_by_kind, typical_lags
 
 # A rank is slow when it is behind the fastest by this fraction of a step and by so many seconds.
 _SLOW_FRACTION, _SLOW_SECONDS = 0.1, 0.001
+_SHOWN = 50  # restarts
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def findings(run: Run) -> list[Finding]:
     """Returns what else is worth a look, the worst first."""
     found = [
         Finding("bad", f"restarted after step {_step_before(run, each.at)}: {first_line(each.headline)}")
-        for each in run.failures
+        for each in run.failures[-_SHOWN:]
         if each.restarted
     ]
     found += [Finding("bad", f"stalled: {first_line(each.note)}") for each in run.timeline if each.kind == "stall"]
@@ -71,16 +72,12 @@ def _step_before(run: Run, at: float | None) -> int:
 
 
 def _not_finite(run: Run) -> list[Finding]:
-    first: dict[str, int] = {}
-    for row in run.rows:
-        for name, value in row.items():
-            if value is None or (type(value) is float and not isfinite(value)):
-                first.setdefault(name, int(number(row.get("step")) or 0))
+    first = {name: curve.not_finite[0] for name, curve in run.curves.items() if curve.not_finite}
     if not first:
         return []
     name, step = min(first.items(), key=lambda each: each[1])
     more = f", and {len(first) - 1} more metrics later" if len(first) > 1 else ""
-    return [Finding("bad", f"{name} was not a finite number at step {step}{more}")]
+    return [Finding("bad", f"{name} was not a finite number at step {step:.0f}{more}")]
 
 
 def _slow_ranks(run: Run) -> list[Finding]:

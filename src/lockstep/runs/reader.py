@@ -18,26 +18,24 @@ from lockstep.checkpoint.manifest import Damaged, Unreadable
 from lockstep.checkpoint.retention import Saved, best_first
 from lockstep.checkpoint.storage import CheckpointStorage, Removed
 from lockstep.config.load import parse_yaml
-from lockstep.config.plain import LONGEST_CONFIG
+from lockstep.config.plain import LONGEST_CONFIG, text, whole
 from lockstep.config.strategy import MESH_TYPES
 from lockstep.errors import ConfigError
 from lockstep.record import folder_lock
 from lockstep.record.run_folder import CONFIG_FILE, RUNNING, START_FILES, SUMMARY_FILE, TOPOLOGY_FILE
 from lockstep.record.writers import read_json
 from lockstep.runs.records import (
+    Curve,
     Entry,
     Lags,
     Live,
     Span,
-    number,
     parsed,
+    read_curves,
     read_lags,
-    read_lines,
     read_live,
     read_timeline,
     spans_of,
-    text,
-    whole,
 )
 
 _LAUNCH_FILE = START_FILES[1]  # how a script with its own loop was started
@@ -89,7 +87,7 @@ class Run:
     config: Mapping[str, Any]
     summary: Mapping[str, Any]
     status: str
-    rows: Sequence[Mapping[str, Any]]
+    curves: Mapping[str, Curve]
     timeline: Sequence[Entry]
     spans: Sequence[Span]
     lags: Lags
@@ -104,7 +102,8 @@ class Run:
 
     @property
     def step(self) -> int:
-        steps = [whole(self.summary.get("step")), whole(self.rows[-1].get("step")) if self.rows else None]
+        newest = (last for each in self.curves.values() for last in (*each.steps[-1:], *each.not_finite[-1:]))
+        steps = [whole(self.summary.get("step")), whole(int(max(newest, default=0)))]
         if self.status in (RUNNING, LOST, "failed") and self.live is not None and self.live.at >= self._started:
             steps.append(max(self.live.step - 1, 0))  # the one that is under way is not made yet
         return max((each for each in steps if each is not None), default=0)
@@ -187,7 +186,7 @@ def read_run(folder: Path, now: float | None = None, over: bool = False) -> Run:
         config=config,
         summary=state.summary,
         status=state.status,
-        rows=[row for row in read_lines(folder / "metrics.jsonl") if number(row.get("step")) is not None],
+        curves=read_curves(folder),
         timeline=state.timeline,
         spans=spans_of(state.timeline, until),
         lags=read_lags(folder),

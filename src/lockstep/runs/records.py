@@ -6,21 +6,27 @@ Nothing here raises for a file that is missing, half written or nonsense: what c
 from __future__ import annotations
 
 import contextlib
-import math
+import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lockstep import run_files
+from lockstep.config.plain import number, text, whole
 from lockstep.record.timeline import LIVE_FILE
-from lockstep.record.writers import json_lines, read_json
+from lockstep.record.writers import METRICS_FILE, json_lines, objects, read_json
 
 # A run is in one of these until the next begins; SPANS have their own end within them.
 _BASES = ("start", "train", "restart")
 SPANS = ("roll call", "compile", "validate", "save")
 # The phases of a run's time, in the order in which they are shown.
 PHASES = ("start", "roll call", "compile", "train", "validate", "save", "restart")
+
+NOT_METRICS = ("step", "epoch")  # in a row of metrics
+_LONGEST_ROW = 1_000_000  # bytes
 
 Record = TypeVar("Record")
 
@@ -29,27 +35,6 @@ def read_lines(file: Path) -> Iterator[dict[str, Any]]:
     """Yields the objects of a file of JSON lines, none where it cannot be read."""
     with contextlib.suppress(OSError):
         yield from json_lines(file)
-
-
-def number(value: Any) -> float | None:
-    """Returns a finite number, or None."""
-    if type(value) is float:
-        return value if math.isfinite(value) else None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        found = float(value)
-    except OverflowError:  # an integer of hundreds of digits
-        return None
-    return found if math.isfinite(found) else None
-
-
-def whole(value: Any) -> int | None:
-    return value if type(value) is int else None
-
-
-def text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
 
 
 def parsed(cls: type[Record], found: Mapping[str, Any]) -> Record:
@@ -65,6 +50,49 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "str": lambda value: value if isinstance(value, str) else None,
     "bool": lambda value: value is True,
 }
+
+
+@dataclass
+class Curve:
+    """The values of one metric, in the order of their steps."""
+
+    name: str
+    steps: MutableSequence[float] = field(default_factory=lambda: array("d"))
+    values: MutableSequence[float] = field(default_factory=lambda: array("d"))
+    not_finite: MutableSequence[float] = field(default_factory=lambda: array("d"))  # steps at which it was no number
+
+
+def read_curves(folder: Path) -> dict[str, Curve]:
+    """Returns all numbers of a run by name. Its rows may be millions, so none is kept."""
+    found: dict[str, Curve] = {}
+    for row in read_lines(folder / METRICS_FILE):
+        if (step := number(row.get("step"))) is None:
+            continue
+        for name, value in row.items():
+            if name in NOT_METRICS or isinstance(value, (str, list, dict, bool)):
+                continue
+            if (curve := found.get(name)) is None:
+                curve = found[name] = Curve(name)
+            if (point := number(value)) is not None:
+                curve.steps.append(step)
+                curve.values.append(point)
+            else:
+                curve.not_finite.append(step)
+    return found
+
+
+def newest_row(file: Path) -> dict[str, Any]:
+    """Returns the last row of a file that may be long, and may be written to; empty where there is none."""
+    return (newest_rows(file, 16_384) or newest_rows(file, _LONGEST_ROW) or [{}])[-1]
+
+
+def newest_rows(file: Path, longest: int) -> list[dict[str, Any]]:
+    """Returns the rows in the last bytes of a file."""
+    with contextlib.suppress(OSError), run_files.open_file(file) as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(size - longest, 0))
+        return list(objects(stream.read(longest).split(b"\n")[0 if size <= longest else 1 :]))
+    return []
 
 
 @dataclass(frozen=True)
@@ -149,11 +177,9 @@ class Live:
     """All ranks at one moment."""
 
     at: float  # unix seconds
-    world_size: int = 0
     step: int = 0
     total_steps: int | None = None
     ranks: tuple[LiveRank, ...] = ()
-    latest: Mapping[str, Any] = field(default_factory=dict)  # the newest row of metrics
 
     def age(self, now: float | None = None) -> float:
         """Returns the seconds since it was written, which is done about once a second."""
@@ -165,17 +191,15 @@ def read_live(folder: Path) -> Live | None:
 
 
 def live_of(found: Mapping[str, Any]) -> Live | None:
-    at, ranks, latest = number(found.get("at")), found.get("ranks"), found.get("latest")
+    at, ranks = number(found.get("at")), found.get("ranks")
     if at is None or not isinstance(ranks, list):
         return None
     known = [parsed(LiveRank, each) for each in ranks if isinstance(each, dict) and whole(each.get("rank")) is not None]
     return Live(
         at=at,
-        world_size=whole(found.get("world_size")) or len(known),
         step=whole(found.get("step")) or 0,
         total_steps=whole(found.get("total_steps")),
         ranks=tuple(sorted(known, key=lambda each: each.rank)),
-        latest=latest if isinstance(latest, dict) else {},
     )
 
 

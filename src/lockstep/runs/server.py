@@ -10,6 +10,7 @@ import errno
 import hmac
 import ipaddress
 import json
+import os
 import secrets
 import socket
 from collections.abc import Callable
@@ -23,12 +24,11 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 
 from lockstep.config.plain import finite
 from lockstep.errors import ConfigError, LaunchError
-from lockstep.record.timeline import newest_row
 from lockstep.runs.data import page_data
 from lockstep.runs.findings import kind_of
-from lockstep.runs.reader import Run, is_run, last_change, read_run, read_state, run_folders
-from lockstep.runs.records import number
+from lockstep.runs.reader import Run, is_run, last_change, read_run, run_folders
 from lockstep.runs.report import policy, served_page
+from lockstep.runs.table import Listed, listed
 
 _LISTED = 500
 _SHOWN = 4  # metrics of a run in the list
@@ -43,9 +43,9 @@ class RunsFolder:
     def folders(self) -> dict[str, Path]:
         """Returns all runs by name, the one that was written to last first."""
         if is_run(self.root):
-            return {self.root.name: self.root}
+            return {_name(Path(self.root.name)): self.root}
         found = sorted(run_folders(self.root), key=last_change, reverse=True)
-        return {str(folder.relative_to(self.root)): folder for folder in found}
+        return {_name(folder.relative_to(self.root)): folder for folder in found}
 
     def read(self, name: str) -> Run:
         folder = self.folders().get(name)
@@ -57,26 +57,26 @@ class RunsFolder:
         found = list(self.folders().items())
         return {
             "title": f"Runs in {self.root.name}",
-            "list": [_brief(name, folder) for name, folder in found[:_LISTED]],
+            "list": [_brief(listed(folder, name)) for name, folder in found[:_LISTED]],
             "more": max(len(found) - _LISTED, 0),
             "link": "run",
         }
 
 
-def _brief(name: str, folder: Path) -> dict[str, Any]:
-    state, row = read_state(folder), newest_row(folder / "metrics.jsonl") or {}
-    metrics = state.summary.get("metrics") if state.status != "running" else row
-    known = metrics if isinstance(metrics, dict) and metrics else row
-    values = [(key, number(value)) for key, value in known.items() if key not in ("step", "epoch")]
-    words = [f"{key} {value:.4g}" for key, value in values if value is not None]
-    steps = [number(state.summary.get("step")), number(row.get("step"))]
+def _name(path: Path) -> str:
+    """Returns a path as text that a page can hold: a name on a disk is any bytes."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
+def _brief(run: Listed) -> dict[str, Any]:
+    words = [f"{name} {value:.4g}" for name, value in run.metrics.items()]
     return {
-        "name": name,
-        "status": state.status,
-        "kind": kind_of(state.status),
-        "step": int(max((each for each in steps if each is not None), default=0)),
+        "name": run.name,
+        "status": run.status,
+        "kind": kind_of(run.status),
+        "step": run.step or 0,
         "metrics": " · ".join(words[:_SHOWN]),
-        "at": round(last_change(folder)),
+        "at": round(run.changed),
     }
 
 

@@ -11,25 +11,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from lockstep import run_files
-from lockstep.checkpoint.retention import best_first
+from lockstep.checkpoint.retention import best_first, judged_by
 from lockstep.checkpoint.storage import CheckpointStorage
-from lockstep.config.load import parse_yaml
-from lockstep.config.plain import LONGEST_CONFIG
+from lockstep.config.plain import number, text, whole
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.record import folder_lock, run_folder
-from lockstep.record.timeline import newest_row
+from lockstep.record.writers import METRICS_FILE
 from lockstep.runs.findings import duration
 from lockstep.runs.reader import LOST, is_surely_run, last_change, read_state, run_folders
-from lockstep.runs.records import number, whole
+from lockstep.runs.records import NOT_METRICS, newest_row
 from lockstep.shown import brief, in_a_line
 
 _STAMP = re.compile(r"-(\d{8}-\d{6})(?:-\d+)?$")
 _LONGEST_REASON = 60
-# The section of a config: to parse all of it takes ten times as long, and there may be a thousand runs.
-_CHECKPOINT = re.compile(r"^checkpoint:.*\n(?:[ \t].*\n|\n)*", re.M)
 
 
 @dataclass(frozen=True)
@@ -47,6 +41,7 @@ class Listed:
     seconds: float | None
     started: float  # seconds since the epoch
     changed: float  # when something was last written
+    metrics: Mapping[str, float]  # the newest, while it runs, or the last ones
     checkpoints: int
     held_by: str | None
 
@@ -64,9 +59,9 @@ def found(folder: Path) -> list[Listed]:
 def listed(folder: Path, name: str) -> Listed:
     state, holder = read_state(folder), folder_lock.held_by(folder)
     status, summary, running = state.status, state.summary, state.status == run_folder.RUNNING
-    last = newest_row(folder / "metrics.jsonl") or {}
-    metric, mode = _judged_by(folder)
-    best, best_step = _best(folder, summary, mode)
+    last, metrics = newest_row(folder / METRICS_FILE), summary.get("metrics")
+    metrics = metrics if isinstance(metrics, dict) and metrics and not running else last
+    metric, mode, best, best_step = _best(folder, summary)
     started = _started(folder)
     changed = max(started, last_change(folder))
     seconds = number(summary.get("seconds"))
@@ -76,16 +71,21 @@ def listed(folder: Path, name: str) -> Listed:
         folder=folder,
         name=name,
         status=status,
-        reason="" if running else str(summary.get("reason") or "").strip().split("\n")[0],
+        reason="" if running else text(summary.get("reason")).strip().split("\n")[0],
         epoch=_newest(summary.get("epoch"), last.get("epoch")),
         step=_newest(summary.get("step"), last.get("step"), state.live.step if state.live and running else None),
-        metric=metric if best is not None else None,
+        metric=metric,
         mode=mode,
         best=best,
         best_step=best_step,
         seconds=seconds,
         started=started,
         changed=changed,
+        metrics={
+            name: value
+            for name, each in metrics.items()
+            if name not in NOT_METRICS and (value := number(each)) is not None
+        },
         checkpoints=sum(1 for _ in (folder / "checkpoints").glob("step-*")),
         held_by=None if holder is None else str(holder),
     )
@@ -139,28 +139,18 @@ def rows(runs: Iterable[Listed]) -> list[list[str]]:
     return [[in_a_line(cell) for cell in row] for row in cells]
 
 
-def _best(folder: Path, summary: Mapping[str, Any], mode: str) -> tuple[float | None, int | None]:
-    """Returns the best value and its step, from the summary or else from the checkpoints."""
+def _best(folder: Path, summary: Mapping[str, Any]) -> tuple[str | None, str, float | None, int | None]:
+    """Returns the metric, its mode, the best value and its step: by the summary, or else by the checkpoints."""
     best = summary.get("best")
     if isinstance(best, Mapping):
-        return number(best.get("value")), whole(best.get("step"))
+        metric, mode = text(best.get("metric")) or None, text(best.get("mode")) or "min"
+        return metric, mode, number(best.get("value")), whole(best.get("step"))
     with contextlib.suppress(CheckpointError):
-        for each in best_first(CheckpointStorage(folder / "checkpoints").saved(), mode):
-            return each.value, each.step
-    return None, None
-
-
-def _judged_by(folder: Path) -> tuple[str | None, str]:
-    """Returns the metric that best checkpoints are kept by, and its mode."""
-    with contextlib.suppress(OSError, yaml.YAMLError):
-        config = run_files.read_text(folder / run_folder.CONFIG_FILE, LONGEST_CONFIG)
-        section = _CHECKPOINT.search(config)
-        keep: Any = parse_yaml(section[0] if section else config)
-        for key in ("checkpoint", "keep"):
-            keep = keep.get(key) if isinstance(keep, Mapping) else None
-        keep = keep if isinstance(keep, Mapping) else {}
-        return str(keep.get("metric", "val/loss")), str(keep.get("mode", "min"))
-    return None, "min"
+        if saved := best_first(CheckpointStorage(folder / "checkpoints").saved(), "min"):
+            metric, mode = judged_by(folder)  # all of a config takes a while to parse, and there may be a thousand runs
+            found = best_first(saved, mode)[0]
+            return metric, mode, found.value, found.step
+    return None, "min", None, None
 
 
 def _started(folder: Path) -> float:

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.plain import number, text, whole
 from lockstep.record import run_folder
-from lockstep.record.timeline import newest_rows
+from lockstep.record.writers import METRICS_FILE
 from lockstep.runs.findings import duration, first_line
 from lockstep.runs.reader import LOST, QUEUED, read_state
-from lockstep.runs.records import Entry, Live, LiveRank, live_of, number, parsed, text, whole
+from lockstep.runs.records import NOT_METRICS, Entry, Live, LiveRank, live_of, newest_rows, parsed
 from lockstep.shown import brief, in_a_line, size
 
 STALE_SECONDS = 10.0  # without a new live.json, which is written about once a second
@@ -21,7 +22,6 @@ _POINTS = 60  # in a sparkline
 _TAIL_BYTES = 262_144  # read from the end of metrics.jsonl
 _NAMES = 8  # metrics
 _RANKS = 16  # shown, of more those that are furthest behind
-_NOT_METRICS = ("step", "epoch")
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -62,7 +62,7 @@ def look(folder: Path, now: float | None = None) -> Look:
     now = time.time() if now is None else now
     state = read_state(folder, now)
     status, live, running = state.status, state.live, state.status == run_folder.RUNNING
-    series = _series(newest_rows(folder / "metrics.jsonl", _TAIL_BYTES))
+    series = _series(newest_rows(folder / METRICS_FILE, _TAIL_BYTES))
     steps = [None if running else whole(state.summary.get("step")), live.step if live else None]
     return Look(
         folder=str(folder),
@@ -162,7 +162,7 @@ def _series(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():
-            if name not in _NOT_METRICS and (known := number(value)) is not None:
+            if name not in NOT_METRICS and (known := number(value)) is not None:
                 found.setdefault(name, []).append(known)
     # Losses and metrics before what is logged beside them.
     ordered = sorted(found, key=lambda name: "/" not in name)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 
+from lockstep.config.plain import in_home
 from lockstep.config.schema import RunSettings
 from lockstep.errors import ConfigError
 from lockstep.runtime import pjrt
@@ -49,7 +50,10 @@ class XlaRuntime(Runtime):
             # they wait for work: with as many as cores, a step took twice as long (benchmarks/xla.py).
             torch.set_num_threads(settings.launch.threads or 1)
         if settings.xla.cache and self.family != "CPU":  # PJRT CPU writes such a cache, but cannot read it back
-            xr.initialize_cache(settings.xla.cache, readonly=local_rank != 0)
+            try:
+                xr.initialize_cache(in_home(settings.xla.cache), readonly=local_rank != 0)
+            except ValueError as error:
+                raise ConfigError(f"xla.cache: {settings.xla.cache}: {error}") from None
 
     def _chosen(self, local_rank: int, local_world_size: int) -> torch.device:
         """Returns the device of the local rank. A process that sees only one device uses that one."""

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
+from lockstep.config.plain import in_home
 from lockstep.config.training import Compile
 from lockstep.errors import ConfigError
 from lockstep.strategy.blocks import BLOCKS, Forward, find_blocks, wrap_forward
@@ -155,21 +156,23 @@ def keep_compiled_code(asked: str | None) -> None:
     """
     if asked is None and _INDUCTOR in os.environ:
         return
-    folder = Path(asked).expanduser().absolute() if asked is not None else _default()
+    folder: Path | None = None
     try:
+        folder = Path(in_home(asked)).absolute() if asked is not None else _default()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
         problem = _problem(found) if os.access(folder, os.W_OK) else "it cannot be written to"
-    except (OSError, RuntimeError) as error:  # no home
+    except (OSError, ValueError, RuntimeError) as error:  # no home
         problem = getattr(error, "strerror", None) or str(error)
-    if problem is None:
+    if folder and problem is None:
         os.environ[_INDUCTOR] = str(folder)
         # Torch would give every GPU of a host a folder of its own, and so each of its ranks the same work.
         os.environ.setdefault(_TRITON, str(folder / "triton"))
     elif asked is not None:
-        raise ConfigError(f"train.compile.cache: {folder}: {problem}. Name a folder of your own")
+        raise ConfigError(f"train.compile.cache: {folder or asked}: {problem}. Name a folder of your own")
     else:
-        logger.info("compiled code is not kept in %s: %s; torch keeps it where it does by itself", folder, problem)
+        where = f" in {folder}" if folder else ""
+        logger.info("compiled code is not kept%s: %s; torch keeps it where it does by itself", where, problem)
 
 
 def _default() -> Path:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.config.plain import did_you_mean
-from lockstep.doctor.machine import fit_together, version_of
+from lockstep.doctor.machine import fit_together
 from lockstep.errors import ConfigError
 from lockstep.runtime.gpus import gpu_count
+from lockstep.version import version_of
 
 
 @dataclass(frozen=True)

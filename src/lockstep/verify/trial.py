@@ -236,12 +236,11 @@ def execute(
 
 
 def _losses(folder: Path | None) -> dict[int, float]:
-    from lockstep.record.metric_writer import METRICS_FILE
-    from lockstep.record.writers import SPEED, read_rows
+    from lockstep.record.writers import METRICS_FILE, SPEED, read_rows
 
     if folder is None or not (folder / METRICS_FILE).is_file():
         return {}
-    rows = [row for row in read_rows(folder / METRICS_FILE) if SPEED in row]
+    rows = list(read_rows(folder / METRICS_FILE, having=SPEED))
     # A task with a custom training step may log other losses: the first of them.
     named = dict.fromkeys(name for row in rows for name in row if name.startswith("train/"))
     loss = LOSS if LOSS in named or not named else next(iter(named))

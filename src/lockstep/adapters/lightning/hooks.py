@@ -199,7 +199,7 @@ class Hooks(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._trainer.load_state_dict(state)
         self._epoch_of, self._by_step = set(state["names"]["epoch_of"]), set(state["names"]["by_step"])
-        self._since_epoch.restore(state["since_epoch"])
+        self._since_epoch.sums = state["since_epoch"]
         if self._monitored is not None:
             self._monitored.best = state["best"]
 

@@ -51,7 +51,8 @@ class Heartbeat:
         self._reported = (-1, 0.0)  # the number of the last moment, and how long this process had been paused then
         # The moment, the data worker, when to ask it again, and its line.
         self._worker: tuple[int, tuple[int, int], float, str] = (-1, (-1, -1), 0.0, "")
-        self._debugged = 0.0  # how much of the moment the user's debugger took
+        # How far into the moment there was progress: another block of a model, or the user's debugger. And the block.
+        self._progressed, self._block = 0.0, ""
         self._asking = 1  # the number of the beat that waits for the store; 0 between two beats
         self._stopping = threading.Event()
         self.stacks: TextIO = sys.stderr
@@ -132,17 +133,17 @@ class Heartbeat:
         self._clock.now()
         now = self._activity.now
         if now.number != self._reported[0]:
-            self._reported, self._debugged = (now.number, self._clock.paused), 0.0
+            self._reported, self._progressed, self._block = (now.number, self._clock.paused), 0.0, ""
         taken = time.monotonic() - now.since - (self._clock.paused - self._reported[1])
         stacks = sys._current_frames() if taken > _INTERVAL / 2 else {}
         # With its own frame this one would be a cycle, which keeps the tensors of all others until the next collection.
         stacks.pop(threading.get_ident(), None)
         frame = stacks.get(self._training_thread)
-        if in_debugger(frame):
-            self._debugged = taken
-        still = max(taken - self._debugged, 0.0)
         where = self._where(frame, now.number)
         doing, waits = self._located(stacks) or (now.doing, now.waits)
+        if in_debugger(frame) or self._block not in ("", doing):
+            self._progressed = taken
+        self._block, still = doing, max(taken - self._progressed, 0.0)
         return Beat(
             self._count, now.number, now.step, doing, waits, now.first, now.limit, round(still, 1), where,
             self._activity.begun, self._activity.restores, self._activity.exchanges, self._host,
