@@ -1,4 +1,4 @@
-"""Tokenizes texts and conversations, and packs short ones together."""
+"""Tokenizes texts and conversations, packs short ones together, and continues prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lockstep.errors import ConfigError
@@ -173,3 +173,23 @@ def padded(examples: Sequence[Example], length: int | None = None) -> dict[str, 
         for row, each in zip(found[name], examples, strict=True):
             row[: len(each[name])] = each[name]
     return found
+
+
+@torch.no_grad()
+def continued(model: nn.Module, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """Returns the likeliest `count` tokens after each prompt.
+
+    The forward passes are as many on every rank, and each computes all tokens again: some splits of a model know no
+    cache.
+    """
+    device = next(model.parameters()).device
+    lengths = torch.tensor([len(each) for each in prompts], device=device)
+    tokens = torch.zeros(len(prompts), int(lengths.max()) + count, dtype=torch.long, device=device)
+    for row, each in zip(tokens, prompts, strict=True):
+        row[: len(each)] = torch.tensor(each)
+    rows = torch.arange(len(prompts), device=device)
+    for _ in range(count):
+        logits = model(input_ids=tokens[:, : int(lengths.max())], use_cache=False).logits
+        tokens[rows, lengths] = logits[rows, lengths - 1].argmax(-1)
+        lengths = lengths + 1
+    return [row[length - count : length].tolist() for row, length in zip(tokens, lengths.tolist(), strict=True)]

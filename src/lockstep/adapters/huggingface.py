@@ -21,6 +21,7 @@ from lockstep.adapters.documents import (
     Example,
     RandomRows,
     TokenRows,
+    continued,
     conversations_of,
     documents_of,
     packed,
@@ -291,9 +292,7 @@ class CausalLM(_Pretrained):
         return metrics, {"predictions": list(likeliest), "label_ids": list(batch["labels"])}
 
     def callbacks(self) -> Sequence[Callback]:
-        prompts = self._generation.prompts
-        self._tokens_of(prompts)
-        return [_Samples(self, prompts)] if prompts else []
+        return [_Samples(self, self._generation.prompts)] if self._generation.prompts else []
 
     def predict(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, list[str]]:
         """For `lockstep predict --input FILE`, with a prompt in every line."""
@@ -309,13 +308,11 @@ class CausalLM(_Pretrained):
     def answers(self, model: nn.Module, prompts: Sequence[str]) -> list[str]:
         """Returns the likeliest continuation of every prompt; of a chat model, the answer to it."""
         asked, ends = self._tokens_of(prompts), self.tokenizer.eos_token_id
-        found = _continued(model, asked, self._generation.max_new_tokens)
+        found = continued(model, asked, self._generation.max_new_tokens)
         found = [each[: each.index(ends)] if ends in each else each for each in found]
         return [str(self.tokenizer.decode(each, skip_special_tokens=True)) for each in found]
 
     def _tokens_of(self, prompts: Sequence[str]) -> list[list[int]]:
-        if not prompts:
-            return []
         if self.messages is not None:
             chats = [[{"role": "user", "content": each}] for each in prompts]
             prompts = self.tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
@@ -342,32 +339,13 @@ class _Samples(Callback):
 
     def __init__(self, task: CausalLM, prompts: Sequence[str]) -> None:
         self._task, self._prompts = task, prompts
+        task._tokens_of(prompts)  # refuses them before the first step
 
     def after_validation(self, run: Run, metrics: dict[str, Any]) -> None:
         with evaluating([run.module]), run.autocast():
             answers = self._task.answers(run.module, self._prompts)
         pairs = zip(self._prompts, answers, strict=True)
         run.log_text("samples", "\n\n".join(f"{prompt}\n{answer}" for prompt, answer in pairs))
-
-
-@torch.no_grad()
-def _continued(model: nn.Module, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Returns the likeliest `count` tokens after each prompt.
-
-    The forward passes are as many on every rank, and each computes all tokens again: some splits of a model know no
-    cache.
-    """
-    device = next(model.parameters()).device
-    lengths = torch.tensor([len(each) for each in prompts], device=device)
-    tokens = torch.zeros(len(prompts), int(lengths.max()) + count, dtype=torch.long, device=device)
-    for row, each in zip(tokens, prompts, strict=True):
-        row[: len(each)] = torch.tensor(each)
-    rows = torch.arange(len(prompts), device=device)
-    for _ in range(count):
-        logits = model(input_ids=tokens[:, : int(lengths.max())], use_cache=False).logits
-        tokens[rows, lengths] = logits[rows, lengths - 1].argmax(-1)
-        lengths = lengths + 1
-    return [row[length - count : length].tolist() for row, length in zip(tokens, lengths.tolist(), strict=True)]
 
 
 @torch.no_grad()
