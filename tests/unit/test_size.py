@@ -23,6 +23,6 @@ def test_the_files_to_read_first_stay_few_lines() -> None:
 def test_no_file_is_long_and_there_are_not_too_many() -> None:
     names = [str(each.relative_to(SOURCE)) for each in SOURCE.rglob("*.py")]
     sizes = {name: lines(name) for name in names}
-    assert len(sizes) <= 294
+    assert len(sizes) <= 293
     assert {name: size for name, size in sizes.items() if size > 450} == {}
-    assert sum(sizes.values()) <= 54_600
+    assert sum(sizes.values()) <= 54_500
