@@ -107,9 +107,13 @@ def test_a_checkpoint_does_not_say_how_a_step_is_computed(saved_fused: bool) -> 
     assert all(float(each["step"]) == 2 for each in loading.state.values())
 
 
-def test_gradients_in_bfloat16_are_multiplied_by_a_factor_that_is_not_rounded_to_it() -> None:
-    parameter, tokens = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16)), 769
-    parameter.grad = torch.randn(4096, generator=torch.Generator().manual_seed(0)).bfloat16()
+GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"))
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_gradients_in_bfloat16_are_multiplied_by_a_factor_that_is_not_rounded_to_it(device: str) -> None:
+    parameter, tokens = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16, device=device)), 769
+    parameter.grad = torch.randn(4096, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
     expected = parameter.grad.double() / tokens
     multiply_gradients([parameter], torch.tensor(1 / tokens, dtype=torch.float64))
     assert float(parameter.grad.double().norm() / expected.norm()) == pytest.approx(1, abs=1e-3)

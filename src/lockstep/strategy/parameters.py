@@ -80,9 +80,13 @@ def multiply_gradients(parameters: Parameters, factor: Tensor) -> None:
             gradient.mul_(factor.to(gradient.dtype))
         else:
             kinds.setdefault((gradient.dtype, gradient.device), []).append(gradient)
-    for (dtype, device), gradients in kinds.items():  # all at once: a kernel for each would cost more
+    for (dtype, device), gradients in kinds.items():
         # In float32 at least: rounded to bfloat16, one factor would make all of them too large or too small.
-        torch._foreach_mul_(gradients, factor.to(device, torch.promote_types(dtype, torch.float32)))
+        wide = factor.to(device, torch.promote_types(dtype, torch.float32))
+        if wide.dtype == dtype:
+            torch._foreach_mul_(gradients, wide)  # all at once: a kernel for each would cost more
+        else:  # of the same dimensions: from a number, CUDA rounds
+            torch._foreach_mul_(gradients, [wide.view((1,) * each.dim()) for each in gradients])
 
 
 def all_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
