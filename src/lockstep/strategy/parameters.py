@@ -85,7 +85,7 @@ def multiply_gradients(parameters: Parameters, factor: Tensor) -> None:
         wide = factor.to(device, torch.promote_types(dtype, torch.float32))
         if wide.dtype == dtype:
             torch._foreach_mul_(gradients, wide)  # all at once: a kernel for each would cost more
-        else:  # of the same dimensions: from a number, CUDA rounds
+        else:  # with the dimensions of the gradient: types are promoted only among tensors of one kind
             torch._foreach_mul_(gradients, [wide.view((1,) * each.dim()) for each in gradients])
 
 
